@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshwright.cli.commands import COMMANDS
+from meshwright.cli.help import command_help
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.hardware import (
@@ -86,6 +88,8 @@ def device(kind, process_index=0, slice_index=None):
 
 def test_plans_may_take_as_much_of_a_gpu_as_jax_is_told_to_use():
     assert load_chips()["H100"].memory_share == MEMORY_SHARE
+    # Help texts are printed without importing the hardware.
+    assert f"(default {MEMORY_SHARE})" in command_help(COMMANDS["plan"])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

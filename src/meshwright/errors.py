@@ -78,6 +78,10 @@ class EnvironmentProblem(MeshwrightError, RuntimeError):
     exit_code = ExitCode.CHECK_FAILED
 
 
+class LostPeer(EnvironmentProblem):
+    """Another process is gone, and this one cannot go on without it."""
+
+
 class Spelling(Enum):
     """Where the reader of a message would write a setting."""
 

@@ -5,7 +5,7 @@ import threading
 import jax
 import pytest
 
-from meshwright.cli import early_start
+from meshwright.cli import request
 
 
 def start_and_wait(monkeypatch, backend):
@@ -16,7 +16,7 @@ def start_and_wait(monkeypatch, backend):
         return backend()
 
     monkeypatch.setattr(jax, "default_backend", answer)
-    early_start.start_devices()
+    request.start_devices()
     for thread in threading.enumerate():
         if thread.name == "device-start":
             thread.join(timeout=30)
@@ -34,5 +34,5 @@ def test_devices_start_in_a_thread_that_tells_no_errors(monkeypatch, capfd, back
 
 
 def test_one_of_several_processes_starts_its_devices_with_the_others(monkeypatch):
-    monkeypatch.setattr(early_start, "process_count", lambda: 2)
+    monkeypatch.setattr(request, "process_count", lambda: 2)
     assert start_and_wait(monkeypatch, lambda: "gpu") == []

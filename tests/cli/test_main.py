@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
+import meshwright.cli
 from meshwright.cli.commands import COMMANDS, Command
 from meshwright.cli.main import main
 from meshwright.cli.output import guarded_stdout
@@ -44,12 +45,12 @@ def own_command(monkeypatch, tmp_path):
 
     def register(body: str) -> None:
         source = "import os, sys\nfrom meshwright import errors\ndef run(request):\n"
-        (tmp_path / "own_command.py").write_text(source + textwrap.indent(body, "    "))
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, "own_command", raising=False)
+        (tmp_path / "own.py").write_text(source + textwrap.indent(body, "    "))
+        monkeypatch.setattr(meshwright.cli, "__path__", [*meshwright.cli.__path__, str(tmp_path)])
+        monkeypatch.delitem(sys.modules, "meshwright.cli.own", raising=False)
         # A command is Meshwright's own code, although this one is elsewhere.
         monkeypatch.setattr("meshwright.runtime.user_code._LIBRARIES", (str(tmp_path),))
-        own = Command("own", "", "own_command", "", needs_devices=False)
+        own = Command("own", "", "", needs_devices=False)
         monkeypatch.setitem(COMMANDS, "own", own)
 
     return register
@@ -320,9 +321,9 @@ def test_nothing_reaches_stdout_while_the_interpreter_ends(tmp_path):
         "    return 3\n"
     )
     script = (
-        f"import sys; sys.path.append({str(tmp_path)!r});"
+        f"import sys, meshwright.cli; meshwright.cli.__path__.append({str(tmp_path)!r});"
         "from meshwright.cli import commands, main;"
-        "commands.COMMANDS['noisy'] = commands.Command('noisy', '', 'noisy', '', (), False);"
+        "commands.COMMANDS['noisy'] = commands.Command('noisy', '', '', needs_devices=False);"
         "sys.argv = ['meshwright', 'noisy', '--json']; main.entry()"
     )
     done = subprocess.run(

@@ -5,9 +5,9 @@ import sys
 
 PROGRAM = """
 import logging, warnings
-from meshwright.cli import plain_warnings
-plain_warnings.print_warnings_plainly()
-warnings.warn_explicit("one", UserWarning, plain_warnings.__file__, 3)
+from meshwright.cli import output
+output.print_warnings_plainly()
+warnings.warn_explicit("one", UserWarning, output.__file__, 3)
 logging.getLogger("meshwright.data").warning("two")
 warnings.warn_explicit("three", UserWarning, "users.py", 4)
 """

@@ -28,8 +28,8 @@ def test_secrets_do_not_describe_a_model():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["training.steps=2"], "training.steps=2 says here only how the learning rate changes; "),
-        (["training.max_duration=3st"], "training.max_duration=3st says here only how the "),
+        (["training.steps=2"], "training.steps=2 only shapes the learning rate here; "),
+        (["training.max_duration=3st"], "training.max_duration=3st only shapes the learning rate "),
         ([], ""),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_second_signal_ends_it_at_once(started, number):
     process = started("data")
     process.send_signal(number)
     assert process.stderr is not None
-    assert any("once more stops at once" in line for line in process.stderr)
+    assert any("a second signal stops at once" in line for line in process.stderr)
     process.send_signal(number)
     process.communicate(timeout=10)
     assert process.returncode == 128 + number

@@ -1,4 +1,4 @@
-"""Drills: every fault happens to a real training and is survived; what is not is told."""
+"""Drills: a real run recovers from every fault, and a drill says if it does not."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.drill import leftovers, run_drill
+from meshwright.drill import launched as launches
+from meshwright.drill import run_drill
 from meshwright.drill.configuration import Configuration
-from meshwright.drill.evidence import Evidence
-from meshwright.drill.fault import Fault, Missed
-from meshwright.drill.fault_table import FAULTS
+from meshwright.drill.fault_makers import IN_CHECKPOINT, IN_PROCESS
 from meshwright.drill.launched import Launched, Line
-from meshwright.drill.plays import check_none_lost
-from meshwright.drill.scene import Scene
+from meshwright.drill.run_drill import FAULTS
+from meshwright.drill.run_folder import NotSurvived, RunFolder
+from meshwright.drill.trial import Fault, Trial
 
 LIMIT_SECONDS = 1200
 SMALL = ("model=mlp", "model.widths=[784,32,10]", "optimizer=sgd")
@@ -115,6 +115,10 @@ def test_a_configuration_that_fails_by_itself_ends_the_drill(tmp_path):
     assert not list((tmp_path / "tmp").iterdir())
 
 
+def test_what_makes_a_fault_belongs_to_a_fault():
+    assert not {*IN_PROCESS, *IN_CHECKPOINT} - set(FAULTS)
+
+
 def test_the_list_names_every_fault(capfd):
     assert main(["drill", "--list", "--json"]) == 0
     listed = json.loads(capfd.readouterr().out)
@@ -154,15 +158,15 @@ def test_a_fault_that_is_not_survived_fails_the_drill(tmp_path, capfd, monkeypat
 
     def undisturbed(configuration, folder):
         run = written_run(folder / "run", {1: 0.5})
-        return Scene(configuration, folder, reference=run, seconds=1.0)
+        return Trial(configuration, folder, baseline=run, seconds=1.0)
 
-    def play(scene: Scene) -> str:
-        written_run(scene.folder / "run", {1: 0.25})
-        scene.check_same()
+    def check(trial: Trial) -> str:
+        written_run(trial.folder / "run", {1: 0.25})
+        trial.check_same()
         return "never"
 
-    monkeypatch.setattr(run_drill, "_train_undisturbed", undisturbed)
-    monkeypatch.setitem(FAULTS, "own", Fault("own", "something", "nothing", play))
+    monkeypatch.setattr(run_drill, "_run_without_fault", undisturbed)
+    monkeypatch.setitem(FAULTS, "own", Fault("own", "something", "nothing", check))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "400")
     assert main(["drill", "--only=own"]) == 1
@@ -175,21 +179,21 @@ def test_a_fault_that_is_not_survived_fails_the_drill(tmp_path, capfd, monkeypat
     assert (kept / "own" / "run" / "metrics.jsonl").is_file()
 
 
-def written_run(folder: Path, losses: dict[int, float]) -> Evidence:
+def written_run(folder: Path, losses: dict[int, float]) -> RunFolder:
     """Write a run folder with losses and no checkpoints."""
     folder.mkdir(parents=True)
     rows = [{"split": "train", "update": n, "loss": loss} for n, loss in losses.items()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "plan.yaml").write_text("mesh: {data: 2}\n")
-    return Evidence(folder)
+    return RunFolder(folder)
 
 
 def test_losses_are_compared_at_every_update(tmp_path):
     whole = written_run(tmp_path / "a", {1: 0.5, 2: 0.25})
     short = written_run(tmp_path / "b", {1: 0.5})
-    with pytest.raises(Missed, match="update 2 was not done"):
+    with pytest.raises(NotSurvived, match="update 2 was not done"):
         short.check_same(whole)
-    with pytest.raises(Missed, match="update 2 was not done"):
+    with pytest.raises(NotSurvived, match="update 2 was not done"):
         short.difference(whole)
     assert written_run(tmp_path / "c", {1: 0.5, 2: 0.5}).difference(whole) == 1.0
 
@@ -210,20 +214,20 @@ def test_a_launch_is_judged_by_what_it_prints_and_when(tmp_path):
         (lambda: launched.check_code(0, 75), "exit code 1 instead of 0 or 75: error: process 1"),
         (lambda: launched.find("restart 1"), "no line says 'restart 1'"),
         (lambda: launched.check_silent_about("hello"), "it prints"),
-        (lambda: check_none_lost(launched, 0), "though update 2 was committed"),
+        (lambda: launched.check_none_lost(0), "though update 2 was committed"),
     ]:
-        with pytest.raises(Missed, match=re.escape(told)):
+        with pytest.raises(NotSurvived, match=re.escape(told)):
             failing()
 
 
 def test_processes_that_are_left_are_found(monkeypatch):
-    monkeypatch.setattr(leftovers, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(launches, "LEAVE_SECONDS", 0.3)
     sleeper = subprocess.Popen(["sleep", "60"], process_group=0)
     try:
-        assert leftovers.running_in([sleeper.pid]) == [sleeper.pid]
+        assert launches.running_in([sleeper.pid]) == [sleeper.pid]
         sleeper.kill()
         # Nobody has asked for its exit code yet.
-        assert leftovers.running_in([sleeper.pid]) == []
+        assert launches.running_in([sleeper.pid]) == []
     finally:
         sleeper.kill()
         sleeper.wait()

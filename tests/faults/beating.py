@@ -15,7 +15,7 @@ rank, earlier = os.environ["RANK"], EarlierAttempts.from_environment()
 attempt = earlier.count + 1
 beat = own_heartbeat()
 beat.begin()
-beat.tell_folder(Path.cwd())
+beat.report(run_dir=str(Path.cwd()))
 beat.start_from(0)
 
 def update(number, seconds=0.01):

@@ -1,4 +1,4 @@
-"""Launches trainings as a user would, disturbs them, and checks what must hold after any fault."""
+"""Launches runs as a user would, disturbs them, and checks what must hold after any fault."""
 
 import json
 import os
@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import CheckpointReader
+from meshwright.drill.process import Instructions
 
 LIMIT_SECONDS = 600
 """No launch takes this long, even on a machine that is very busy with other things."""
 STEPS = 10
+EVERY = 3
+"""Updates between two checkpoints."""
 RUN = "run"
 """The run folder, in the folder of a test."""
 MARK = "MESHWRIGHT_FAULT_TEST"
@@ -34,7 +37,7 @@ TRAINING = (
     *("model.kind=own:Net", "task.kind=own:loss", "data.kind=own:data", "optimizer.kind=adamw"),
     *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01"),
     *("training.global_batch_size=12", "tracking.log_every=1", f"hydra.run.dir={RUN}"),
-    *("sharding.min_shard_size=0", "checkpoint.every=3"),
+    *("sharding.min_shard_size=0", f"checkpoint.every={EVERY}"),
 )
 """A small model whose parameters and optimizer state are sharded over all processes."""
 
@@ -158,10 +161,12 @@ def launch(
     words: Sequence[str] = (),
     steps: int = STEPS,
     own: str = "",
+    code: str = "",
     fault: str = "",
+    at: int = 5,
     environ: dict[str, str] | None = None,
 ) -> Launch:
-    """Start a training with `meshwright launch`.
+    """Start a run with `meshwright launch`.
 
     Args:
         folder: the working directory.
@@ -170,17 +175,25 @@ def launch(
         words: further settings of ``train``.
         steps: the updates.
         own: Python code after the model, loss and data.
-        fault: the body of ``on_log(self, update, metrics)`` of a callback.
+        code: the body of ``on_log(self, update, metrics)`` of a callback.
+        fault: a fault of `meshwright drill` to inject, which is made as there.
+        at: the update at which to inject it.
         environ: further environment variables.
     """
     callback = ""
-    if fault:
-        body = textwrap.indent(textwrap.dedent(fault).strip("\n"), " " * 8)
+    if code:
+        body = textwrap.indent(textwrap.dedent(code).strip("\n"), " " * 8)
         callback = f"class Fault(mw.Callback):\n    def on_log(self, update, metrics):\n{body}\n"
         words = (*words, "training.callbacks=[own:Fault]")
     (folder / "own.py").write_text(f"{OWN}\n{FOR_FAULTS}\n{textwrap.dedent(own)}\n{callback}")
     mesh = ("mesh.data=1", f"mesh.fsdp={nprocs}")
     command = ("train", *TRAINING, *mesh, f"training.steps={steps}", *words)
+    if fault:
+        notes = folder / "notes"
+        notes.mkdir(exist_ok=True)
+        given = Instructions(fault, str(notes), str(folder / RUN), update=at, every=EVERY)
+        environ = {**(environ or {}), **given.to_environment()}
+        command = ("-m", "meshwright.drill.worker", *command)
     return start(folder, f"--nprocs={nprocs}", *flags, "--", *command, environ=environ)
 
 

@@ -22,7 +22,7 @@ def test_sigkill_of_one_worker_starts_all_again_in_the_same_folder(tmp_path):
     assert code == 0, err
     lines = err.splitlines()
     killed = "process 1 was killed by SIGKILL at update 7"
-    assert lines[0] == f"error: {killed}; all processes are started again"
+    assert lines[0] == f"error: {killed}; all processes are restarted"
     restart = f"launch: {killed}; restart 1 of 2 in 1 s, from the checkpoint of update 6"
     assert restart in lines
     assert len(re.findall(rf"\] 2 {re.escape(str(tmp_path))} \d+", err)) == 2

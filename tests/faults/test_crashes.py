@@ -9,12 +9,12 @@ pytestmark = [pytest.mark.full, pytest.mark.faults]
 
 
 def test_a_crash_at_every_restart_ends_after_three_without_progress(tmp_path):
-    fault = """
+    code = """
         if update == 5 and RANK == 1:
             time.sleep(1)  # The checkpoint of update 3 gets written.
             os._exit(9)
     """
-    done = launch(tmp_path, "--restarts=10", fault=fault).finish()
+    done = launch(tmp_path, "--restarts=10", code=code).finish()
     assert done.code == 9, done.err
     ends = [line for _, line in done.lines if line.startswith("launch: process 1 ended with exit")]
     assert len(ends) == 4
@@ -25,22 +25,17 @@ def test_a_crash_at_every_restart_ends_after_three_without_progress(tmp_path):
 
 
 def test_an_exception_in_one_process_is_shown_once_and_first(tmp_path):
-    fault = """
-        if update == 5 and RANK == 1:
-            time.sleep(1)  # The checkpoint of update 3 gets written.
-            raise ValueError("the label file has no row 17")
-    """
-    done = launch(tmp_path, fault=fault).finish()
+    done = launch(tmp_path, fault="exception").finish()
     assert done.code == 2, done.err
-    raised = "error: your code raised ValueError: the label file has no row 17"
+    raised = "error: your code raised RuntimeError: an exception that a drill raises"
     assert done.first_error == f"[1] {raised}"
     assert done.err.count(raised) == 1
-    assert re.search(r'\[1\]   File ".*/own.py", line \d+, in on_log', done.err)
+    assert re.search(r'\[1\]   File ".*/raises.py", line \d+, in act', done.err)
     # What the other says about it comes afterwards.
     assert done.err.index(raised) < done.err.find("lost its connection") or (
         "lost its connection" not in done.err
     )
-    last = r"launch: process 1 ended with exit code 2 at update \d: your code raised ValueError: "
+    last = r"launch: process 1 ended with exit code 2 at update \d: your code raised RuntimeError: "
     assert re.match(last, done.lines[-1][1])
     assert max(checkpoints(done.run)) == 3
 

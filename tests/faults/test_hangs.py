@@ -9,12 +9,7 @@ pytestmark = [pytest.mark.full, pytest.mark.faults]
 
 
 def test_sigstop_of_a_worker_is_detected_and_named(tmp_path, undisturbed):
-    fault = """
-        if update == 5 and RANK == 1 and once("stopped"):
-            time.sleep(1)  # The checkpoint of update 3 gets written.
-            os.kill(os.getpid(), signal.SIGSTOP)
-    """
-    done = launch(tmp_path, "--restarts=1", fault=fault).finish()
+    done = launch(tmp_path, "--restarts=1", fault="sigstop").finish()
     assert done.code == 0, done.err
     pattern = r"error: process 1 hangs at update \d: stopped by a signal \(SIGSTOP\); all processes"
     assert re.match(pattern, done.first_error), done.err
@@ -27,33 +22,31 @@ def test_sigstop_of_a_worker_is_detected_and_named(tmp_path, undisturbed):
 
 
 def test_a_worker_that_holds_the_gil_is_caught_from_outside(tmp_path, undisturbed):
-    fault = """
-        if update == 5 and RANK == 1 and once("held"):
-            ctypes.PyDLL(None).sleep(1000)
-    """
-    done = launch(tmp_path, "--restarts=1", "--hang-timeout=3", fault=fault).finish()
+    done = launch(tmp_path, "--restarts=1", "--hang-timeout=3", fault="gil").finish()
     assert done.code == 0, done.err
     pattern = r"error: process 1 hangs at update \d: no progress for .*callbacks; all processes are"
     assert re.match(pattern, done.first_error), done.err
-    assert re.search(r"  process 1 at update \d: own.py:\d+ in on_log ← callbacks.py", done.err)
+    assert re.search(
+        r"  process 1 at update \d: fault_makers.py:\d+ in _hold_interpreter ←", done.err
+    )
     (kept,) = done.run.glob("stacks-*")
     assert {file.name for file in kept.iterdir()} == {"process-0.txt", "process-1.txt"}
     undisturbed().check_same(done)
 
 
 def test_a_hanging_run_without_restarts_ends(tmp_path):
-    fault = """
+    code = """
         if update == 5 and RANK == 0:
             time.sleep(1000)
     """
-    done = launch(tmp_path, "--hang-timeout=3", fault=fault).finish()
+    done = launch(tmp_path, "--hang-timeout=3", code=code).finish()
     assert done.code == 1, done.err
     assert re.match(r"error: process 0 hangs at update \d: no progress for .*", done.first_error)
-    assert done.first_error.endswith("--restarts N starts all processes again")
+    assert done.first_error.endswith("--restarts N restarts all processes")
 
 
 @pytest.mark.parametrize(
-    ("what", "own", "fault"),
+    ("what", "own", "code"),
     [
         ("its own work", "", "time.sleep(0.3 if RANK == 1 else 0.02)"),
         (
@@ -69,9 +62,9 @@ def test_a_hanging_run_without_restarts_ends(tmp_path):
     ],
     ids=["compute", "input"],
 )
-def test_a_slow_worker_is_named_with_its_ratio_and_goes_on(tmp_path, what, own, fault):
+def test_a_slow_worker_is_named_with_its_ratio_and_goes_on(tmp_path, what, own, code):
     words = ("data.prefetch=1",) if own else ()
-    done = launch(tmp_path, own=own, fault=fault, words=words, steps=40).finish()
+    done = launch(tmp_path, own=own, code=code, words=words, steps=40).finish()
     assert done.code == 0, done.err
     pattern = r"launch: process (\d) is slow: (.*) takes .* ms per update, (?:over )?(\S+) times"
     named = re.findall(pattern, done.err)

@@ -17,15 +17,11 @@ RPC = re.compile(r"RPC|GRPC|Check failure|coordination_service|0x[0-9a-f]{6}|Tra
 
 @pytest.mark.parametrize("rank", [1, 0], ids=["one_worker", "process_0"])
 def test_sigkill_of(tmp_path, undisturbed, rank):
-    fault = f"""
-        if update == 8 and RANK == {rank} and once("killed"):
-            time.sleep(1)  # The checkpoint of update 6 gets written.
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = launch(tmp_path, "--restarts=3", fault=fault).finish()
+    fault = "sigkill" if rank else "sigkill-first"
+    done = launch(tmp_path, "--restarts=3", fault=fault, at=8).finish()
     assert done.code == 0, done.err
     pattern = (
-        rf"error: process {rank} was killed by SIGKILL at update \d+; all processes are started"
+        rf"error: process {rank} was killed by SIGKILL at update \d+; all processes are restarted"
     )
     assert re.match(pattern, done.first_error), done.err
     assert "restart 1 of 3 in 1 s, from the checkpoint of update 6" in done.err
@@ -55,7 +51,7 @@ def wait_until_free(port: int, seconds: float = 30) -> None:
 
 
 def test_sigkill_of_the_launcher(tmp_path, undisturbed):
-    killed = launch(tmp_path, "--restarts=3", steps=1000, fault="time.sleep(0.05)")
+    killed = launch(tmp_path, "--restarts=3", steps=1000, code="time.sleep(0.05)")
     killed.wait_for(r"saved update 6 ")
     workers = killed.workers()
     assert sorted(workers) == [0, 1]

@@ -9,15 +9,6 @@ from faults.harness import checkpoints, events, launch, metrics, read_all
 
 pytestmark = [pytest.mark.full, pytest.mark.faults]
 
-SPOILED = """
-    good = data
-
-    def data(step, batch_size):
-        batch = good(step, batch_size)
-        if step == 4:
-            batch["x"][-1, 0] = np.nan  # In the rows of process 1.
-        return batch
-"""
 WITHOUT = """
     whole = data
 
@@ -56,7 +47,7 @@ def clean(tmp_path_factory):
 
 
 def test_a_nan_batch_stops_all_processes_and_is_left_out_if_that_is_asked_for(tmp_path, clean):
-    stopped = launch(tmp_path, "--restarts=3", own=SPOILED).finish()
+    stopped = launch(tmp_path, "--restarts=3", fault="nan-batch").finish()
     assert stopped.code == 4, stopped.err
     assert re.fullmatch(r"\[\d\] error: the loss is nan at update 5", stopped.first_error)
     assert stopped.err.count("error: the loss is nan at update 5") == 1
@@ -69,7 +60,7 @@ def test_a_nan_batch_stops_all_processes_and_is_left_out_if_that_is_asked_for(tm
     check_finite(stopped.run)
     # The same command goes on from there, without the batch.
     words = ("training.on_nonfinite=skip",)
-    again = launch(tmp_path, own=SPOILED, words=words).finish()
+    again = launch(tmp_path, fault="nan-batch", words=words).finish()
     assert again.code == 0, again.err
     assert "continuing after update 4" in again.err
     assert [e["update"] for e in events(again.run) if e["kind"] == "incident"][-1] == 5
@@ -79,7 +70,7 @@ def test_a_nan_batch_stops_all_processes_and_is_left_out_if_that_is_asked_for(tm
 
 def test_a_nan_batch_rewinds_all_processes(tmp_path, clean):
     words = ("training.on_nonfinite=rewind",)
-    done = launch(tmp_path, own=SPOILED, words=words).finish()
+    done = launch(tmp_path, fault="nan-batch", words=words).finish()
     assert done.code == 0, done.err
     (incident,) = [e for e in events(done.run) if e["kind"] == "incident"]
     assert (incident["update"], incident["batch"]) == (5, 4)

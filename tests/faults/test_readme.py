@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMED = re.compile(r"`((?:\w+/)?test_\w+)`: ((?:`test_[\w\[\]]+`\*?(?:, )?)+)")
+NAMED = re.compile(r"`((?:\w+/)*test_\w+)`: ((?:`test_[\w\[\]]+`\*?(?:, )?)+)")
 
 
 def test_every_row_names_tests_that_exist_and_no_test_is_left_out():

@@ -8,6 +8,8 @@ import pytest
 from faults.harness import launch, start
 from real_processes import free_port
 
+from meshwright.drill.fault_makers import missing_peers, taken_port
+
 
 def check_refused(done, code: int, *texts: str) -> None:
     """Check that a launch ended early with one plain message, and that it wrote nothing."""
@@ -22,7 +24,7 @@ def check_refused(done, code: int, *texts: str) -> None:
 def test_an_output_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     compiled = 'raise SystemExit("the loss was compiled")'
-    done = launch(tmp_path, words=("hydra.run.dir=file/run",), fault=compiled).finish()
+    done = launch(tmp_path, words=("hydra.run.dir=file/run",), code=compiled).finish()
     check_refused(
         done,
         2,
@@ -80,7 +82,7 @@ def test_processes_that_differ_are_refused_with_the_difference(tmp_path, what, e
     words = ("model=mlp", "optimizer=sgd", "mesh.data=2", "hydra.run.dir=run")
     task = ("task.kind=own:loss",) if what == "code" else ()
     done = start(tmp_path, "--nprocs=2", "wrapper.py", "train", *words, *task).finish()
-    check_refused(done, 2, "error: the 2 processes are not about to do the same", expected)
+    check_refused(done, 2, "error: the 2 processes differ", expected)
     assert done.err.count("error: the 2 processes are not") == 1
 
 
@@ -97,9 +99,7 @@ def test_a_mesh_that_is_not_the_number_of_devices_is_refused_with_meshes_that_fi
 
 
 def test_a_peer_that_never_joins_is_named(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    flags = ("--nodes=2", "--node-rank=0", f"--coordinator={address}", "--join-timeout=5")
-    done = launch(tmp_path, *flags).finish()
+    done = launch(tmp_path, *missing_peers(seconds=5)).finish()
     check_refused(done, 1, "error: 2 of 4 processes joined, missing processes 2, 3 after 5 s")
 
 
@@ -115,8 +115,7 @@ def test_a_wrong_address_is_named(tmp_path):
 
 
 def test_a_fixed_port_that_is_taken_names_its_holder(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         flags = (f"--coordinator=127.0.0.1:{port}", "--join-timeout=30")
         done = launch(tmp_path, *flags).finish()
     check_refused(

@@ -6,6 +6,8 @@ import shutil
 import pytest
 from faults.harness import RUN, checkpoints, launch, metrics, read_all
 
+from meshwright.drill.fault_makers import IN_CHECKPOINT
+
 pytestmark = [pytest.mark.full, pytest.mark.faults]
 
 SLOWLY = "time.sleep(1 if update >= 5 else 0)"
@@ -26,7 +28,7 @@ def test_a_background_save_that_raises_ends_the_run_by_the_next_update(tmp_path,
 
         store.CheckpointStore._write = fail
     """
-    failed = launch(tmp_path, own=own, fault=SLOWLY, steps=100).finish()
+    failed = launch(tmp_path, own=own, code=SLOWLY, steps=100).finish()
     assert failed.code == 1, failed.err
     assert failed.first_error == f"[{rank}] error: the state after 6 updates could not be saved"
     assert "Input/output error; a checkpoint takes up to" in failed.err
@@ -65,7 +67,7 @@ FULL = """
 def test_a_disk_that_gets_full_is_told_with_the_bytes_and_the_older_checkpoint_is_intact(
     tmp_path, undisturbed
 ):
-    failed = launch(tmp_path, own=FULL, fault=SLOWLY).finish()
+    failed = launch(tmp_path, own=FULL, code=SLOWLY).finish()
     assert failed.code == 1, failed.err
     pattern = r"\[\d\] error: the state after 6 updates could not be saved"
     assert re.fullmatch(pattern, failed.first_error)
@@ -93,30 +95,21 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_run(tmp_path
     assert "train  1/" not in done.err
 
 
-def damage(checkpoint, how: str) -> str:
-    """Damage a checkpoint, and return a part of the name of what is damaged."""
-    shards = [file for file in (checkpoint / "state").rglob("d/*") if file.is_file()]
-    if how == "a flipped byte":
-        for file in shards:
-            content = bytearray(file.read_bytes())
-            for at in range(0, len(content), 7):
-                content[at] ^= 16
-            file.write_bytes(content)
-    elif how == "a truncated shard":
-        for file in shards:
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    else:
-        (checkpoint / "passport/metadata").unlink()
-        return "passport/metadata"
-    return "state/"
-
-
-@pytest.mark.parametrize("how", ["a flipped byte", "a truncated shard", "deleted metadata"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, undisturbed, how):
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("flipped-byte", "state/"),
+        ("truncated-shard", "state/"),
+        ("no-metadata", "passport/metadata"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+    tmp_path, undisturbed, fault, name
+):
     run = shutil.copytree(undisturbed().run, tmp_path / RUN)
     last, before = 10, 9
     assert checkpoints(run) == [before, last]
-    name = damage(run / "checkpoints" / str(last), how)
+    IN_CHECKPOINT[fault](run / "checkpoints" / str(last))
     words = (f"resume={run}/checkpoints/{last}", "hydra.run.dir=other")
     asked = launch(tmp_path, words=words).finish()
     assert asked.code == 2, asked.err

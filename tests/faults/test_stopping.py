@@ -17,17 +17,16 @@ UNTIL = 14
 
 def go_on(folder, undisturbed):
     """Run the same command to its end, and compare."""
-    again = launch(folder, steps=UNTIL, fault=SLOWLY).finish()
+    again = launch(folder, steps=UNTIL, code=SLOWLY).finish()
     assert again.code == 0, again.err
     undisturbed(steps=UNTIL).check_same(again)
     return again
 
 
 def test_sigterm_to_one_process_stops_all_after_the_same_update(tmp_path, undisturbed):
-    stopped = launch(tmp_path, "--restarts=3", steps=UNTIL, fault=SLOWLY)
+    stopped = launch(tmp_path, "--restarts=3", steps=UNTIL, code=SLOWLY, fault="preempt", at=4)
     stopped.wait_for(r"train +4/")
     sent = time.monotonic()
-    os.kill(stopped.workers()[1], signal.SIGTERM)
     stopped.finish()
     assert time.monotonic() - sent < 30
     assert stopped.code == 75, stopped.err
@@ -42,17 +41,17 @@ def test_sigterm_to_one_process_stops_all_after_the_same_update(tmp_path, undist
 
 
 def test_a_second_sigterm_to_one_process_ends_it_at_once(tmp_path):
-    fault = """
+    code = """
         if update == 5 and RANK == 1:
             time.sleep(1)  # The checkpoint of update 3 gets written.
             print("READY", file=sys.stderr)
             time.sleep(600)
     """
-    stopped = launch(tmp_path, fault=fault)
+    stopped = launch(tmp_path, code=code)
     stopped.wait_for("READY")
     worker = stopped.workers()[1]
     os.kill(worker, signal.SIGTERM)
-    stopped.wait_for(r"once more stops at once")
+    stopped.wait_for(r"a second signal stops at once")
     sent = time.monotonic()
     os.kill(worker, signal.SIGTERM)
     stopped.finish()
@@ -66,7 +65,7 @@ def test_a_second_sigterm_to_one_process_ends_it_at_once(tmp_path):
 def test_one_request_to_the_launcher_saves_and_the_same_command_goes_on(
     tmp_path, undisturbed, number
 ):
-    stopped = launch(tmp_path, "--restarts=3", steps=UNTIL, fault=SLOWLY)
+    stopped = launch(tmp_path, "--restarts=3", steps=UNTIL, code=SLOWLY)
     stopped.wait_for(r"train +4/")
     stopped.process.send_signal(number)
     stopped.finish()
@@ -76,17 +75,17 @@ def test_one_request_to_the_launcher_saves_and_the_same_command_goes_on(
 
 
 def test_ctrl_c_twice_ends_at_once(tmp_path):
-    fault = """
+    code = """
         if update == 5:
             time.sleep(1)  # The checkpoint of update 3 gets written.
             print("READY", RANK, file=sys.stderr)
             time.sleep(600)
     """
-    stopped = launch(tmp_path, fault=fault)
+    stopped = launch(tmp_path, code=code)
     stopped.wait_for("READY 0")
     stopped.wait_for("READY 1")
     stopped.process.send_signal(signal.SIGINT)
-    stopped.wait_for(r"once more stops at once")
+    stopped.wait_for(r"a second signal stops at once")
     sent = time.monotonic()
     stopped.process.send_signal(signal.SIGINT)
     stopped.finish()

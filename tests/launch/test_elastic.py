@@ -22,7 +22,7 @@ from meshwright.launch.processes_left import ProcessesLeft
 from meshwright.launch.supervise import Outcome, Requests
 from meshwright.launch.watch import Watch
 from meshwright.launch.whole_run import find_run
-from meshwright.runtime.attempts import PROCESS_RANGE, Fit, ProcessRange, fits_to_json
+from meshwright.runtime.attempts import PROCESS_RANGE, Fit, ProcessRange
 
 LIMIT_SECONDS = 600
 SMALL = ("model=mlp", "model.widths=[784,16,10]", "optimizer=sgd", "training.global_batch_size=24")
@@ -36,7 +36,7 @@ OFTEN = (
 
 def outcome(code: int, rank: int | None, fits: dict[int, Fit] | None = None) -> Outcome:
     watch = Watch({n: Path("missing") for n in range(8)})
-    return Outcome(code, False, "it failed", None, watch, rank, fits_to_json(fits or {}))
+    return Outcome(code, False, "it failed", None, watch, rank, fits or {})
 
 
 def team(*flags: str) -> ProcessesLeft:
@@ -60,7 +60,8 @@ def test_a_process_is_given_up_after_two_tries_without_progress():
     change = left.after(outcome(9, 3), progress=False)
     assert change is not None
     assert change.text == (
-        "process 3 did not come back after 2 tries; going on with 3 of 4 processes (--min-procs 2)"
+        "process 3 did not come back after 2 tries; "
+        "continuing with 3 of 4 processes (--min-procs 2)"
     )
     assert used(left) == [0, 1, 2]
 
@@ -72,7 +73,7 @@ def test_a_number_without_a_mesh_is_passed_over_and_its_processes_replace_others
         change = left.after(outcome(9, 0, fits), progress=False)
     assert change is not None
     assert change.text.endswith(
-        "going on with 2 of 4 processes (--min-procs 2) on mesh fsdp=2, because there is no mesh "
+        "continuing with 2 of 4 processes (--min-procs 2) on mesh fsdp=2, because there is no mesh "
         "for 3 processes: 24 is no multiple of 3"
     )
     assert used(left) == [1, 2]
@@ -128,7 +129,7 @@ def test_a_machine_leaves_whose_process_does_not_come_back():
         ("--nprocs 2 --nodes 2 --min-procs 1", "--min-procs is for one machine"),
         ("--nprocs 2 --nodes 2 --min-nodes 3", "--min-nodes 3 is more than --nodes 2"),
         ("--nprocs 2 --min-procs 1 --restarts 0", "--restarts 0 contradicts --min-procs"),
-        ("--slurm --min-nodes 1", "--min-nodes does not go with a job of a cluster"),
+        ("--slurm --min-nodes 1", "--min-nodes cannot be used with a cluster job"),
     ],
 )
 def test_mistakes_are_named(words, message):
@@ -159,7 +160,7 @@ def test_fewer_processes_are_started_if_one_does_not_come_back(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (
-        "launch: process 1 did not come back after 2 tries; going on with 2 of 3 processes "
+        "launch: process 1 did not come back after 2 tries; continuing with 2 of 3 processes "
         "(--min-procs 2)\n" in done.stderr
     )
     assert sorted(re.findall(r"\[\d\] (\d \d 2 2)", done.stderr)) == ["0 0 2 2", "1 1 2 2"]
@@ -192,7 +193,7 @@ def test_a_run_says_that_it_goes_on_with_fewer_from_its_beginning(tmp_path, monk
     own += ["data.eval_fraction=0"]
     assert main(["train", *SMALL, *own, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     assert (
-        f"processes: going on with 1 of 2 processes on data={devices // 2}; the samples stay the "
+        f"processes: continuing with 1 of 2 processes on data={devices // 2}; the samples stay the "
         "same: 16 = 2 per device × 8 replicas × 1 microbatch\n" in capfd.readouterr().err
     )
 
@@ -279,10 +280,10 @@ def test_training_goes_on_with_the_same_losses(tmp_path, expected, full, setting
     assert code == 0, err
     shown = "".join(f" on mesh {axis}={size}" for axis, size in mesh.items())
     assert (
-        f"launch: process 1 did not come back after 2 tries; going on with {count} of {full} "
+        f"launch: process 1 did not come back after 2 tries; continuing with {count} of {full} "
         f"processes (--min-procs {count}){shown}" in err
     )
-    assert f"[0] processes: going on with {count} of {full} processes on " in err
+    assert f"[0] processes: continuing with {count} of {full} processes on " in err
     assert_same_losses(tmp_path, expected)
     run = tmp_path / "run"
     assert json.loads((run / "run.json").read_text())["mesh"] == mesh
@@ -292,7 +293,7 @@ def test_training_goes_on_with_the_same_losses(tmp_path, expected, full, setting
     events = [json.loads(line) for line in (run / "events.jsonl").open()]
     (event,) = [event for event in events if event["kind"] == "processes"]
     assert (event["processes"], event["mesh"], event["update"]) == (count, mesh, 6)
-    assert f"going on with {count} of {full} processes" in event["message"]
+    assert f"continuing with {count} of {full} processes" in event["message"]
 
 
 @pytest.mark.full
@@ -311,7 +312,7 @@ def test_a_process_that_never_comes_is_left_out_from_the_beginning(tmp_path, exp
     code, err = finish(start(tmp_path, ("--nprocs=2", "--min-procs=1"), *own))
     assert code == 0, err
     assert (
-        "[0] processes: going on with 1 of 2 processes on 1 device; the samples stay the same: "
+        "[0] processes: continuing with 1 of 2 processes on 1 device; the samples stay the same: "
         "24 = 24 per device × 1 replica × 1 microbatch\n" in err
     )
     assert_same_losses(tmp_path, expected)
@@ -378,7 +379,7 @@ def test_a_script_goes_on_with_the_same_losses(tmp_path):
         env=env,
     )
     assert done.returncode == 0, done.stderr
-    assert "going on with 1 of 2 processes (--min-procs 1) on 1 device" in done.stderr
+    assert "continuing with 1 of 2 processes (--min-procs 1) on 1 device" in done.stderr
     assert plain.stdout.startswith("{} ['"), plain.stderr
     assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
 
@@ -418,7 +419,7 @@ def test_a_machine_that_is_lost_is_noticed_and_the_other_goes_on(tmp_path, expec
     assert code == 0, err
     assert noticed < 15
     assert (
-        "launch: machine 1 did not come back; going on with 1 of 2 machines (--min-nodes 1) on 1 "
+        "launch: machine 1 did not come back; continuing with 1 of 2 machines (--min-nodes 1) on 1 "
         "device\n" in err
     )
     assert_same_losses(tmp_path, expected)

@@ -169,7 +169,10 @@ def test_kubectl_gets_the_manifest_or_is_named(capsys, tmp_path, monkeypatch):
         (f"--kubernetes --image a --name {'x' * 64} -- doctor", "is not valid"),
         ("--kubernetes --image a --claim my_disk -- doctor", "--claim my_disk is not valid"),
         ("--kubernetes --image a --time 1:00 -- doctor", "--time needs --slurm"),
-        ("--kubernetes --image a --coordinator n:7000 -- doctor", "does not go with --kubernetes"),
+        (
+            "--kubernetes --image a --coordinator n:7000 -- doctor",
+            "cannot be used with",
+        ),
     ],
 )
 def test_mistakes_are_named(words, message):

@@ -2,12 +2,15 @@
 
 import io
 
+from library_samples import CRASH, LOST_TASKS
+
 from meshwright.launch.merged_output import MergedOutput
+from meshwright.runtime.attempts import Report
 
 
-def shown(*outputs: str) -> list[str]:
+def shown(*outputs: str, reports: dict[int, Report] | None = None) -> list[str]:
     target = io.BytesIO()
-    lines = MergedOutput(target)
+    lines = MergedOutput(target, lambda rank: (reports or {}).get(rank, Report()))
     for rank, text in enumerate(outputs):
         lines.pump(rank, io.BytesIO(text.encode()))
     lines.release()
@@ -39,37 +42,39 @@ def test_other_lines_may_repeat_and_greetings_are_left_out():
 
 
 def test_lost_peers_are_one_line_instead_of_pages():
-    dump = """\
-W1115 05:35:24.071630    4137 preemption_sync_manager.cc:147] Failed to retrieve preemption notice
-Additional GRPC error information from remote target coordination_service while calling /xla:
-:UNKNOWN:Error received from peer  {grpc_status:14}
-E1115 05:35:24.071724    4137 coordination_service_agent.cc:289] Polled an error
-F1115 05:35:24.071730    4137 client.h:80] Terminating process because the JAX distributed \
-service detected fatal errors. This most likely indicates that another task died; see the others
-*** Check failure stack trace: ***
-    @     0xffff945b4d50  absl::lts_20260107::log_internal::LogMessage::SendToLog()
-"""
-    assert shown("step 3\n" + dump) == [
+    assert shown("step 3\n" + CRASH, "error: no\n") == [
         "[0] step 3",
+        "[1] error: no",
         "[0] lost its connection to the other processes",
     ]
 
 
-def test_a_lost_connection_is_told_after_the_error_of_the_process_that_is_gone():
+def test_what_a_process_says_after_it_lost_another_comes_after_the_error_of_that_one():
     lost = "error: process 0 lost its connection to another process\n  Gloo: reset by peer\n"
-    assert shown(lost + "more\n", "error: disk full\n") == [
-        "[0] more",
+    assert shown(lost, "error: disk full\n", reports={0: Report(lost_peer=True)}) == [
         "[1] error: disk full",
         "[0] error: process 0 lost its connection to another process",
         "[0]   Gloo: reset by peer",
     ]
 
 
-def test_causes_are_remembered():
-    lines = MergedOutput(io.BytesIO())
+def test_causes_are_reported_or_raised():
+    reports = {0: Report(error="a"), 3: Report(error="the disk is full")}
+    lines = MergedOutput(io.BytesIO(), lambda rank: reports.get(rank, Report()))
     lines.pump(0, io.BytesIO(b"train   20/500  loss 2.1\nerror: a\nerror: b\n"))
     lines.pump(1, io.BytesIO(b"Traceback (most recent call last):\njax.errors.SomeError: no\n"))
-    assert lines.causes == {0: "a", 1: "jax.errors.SomeError: no"}
+    lines.pump(2, io.BytesIO(b"error: printed by a script\n"))
+    # It had failed before JAX ended it.
+    lines.pump(3, io.BytesIO(CRASH.encode()))
+    assert [lines.cause(n) for n in range(3)] == ["a", "jax.errors.SomeError: no", ""]
+    assert not lines.is_left_behind(3)
+
+
+def test_processes_that_the_coordinator_misses_are_remembered():
+    lines = MergedOutput(io.BytesIO())
+    lines.pump(0, io.BytesIO(LOST_TASKS.encode()))
+    assert lines.silent == {1, 3}
+    assert lines.is_left_behind(0)
 
 
 def test_a_reader_who_left_does_not_stop_the_processes():

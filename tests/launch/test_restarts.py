@@ -8,7 +8,7 @@ import pytest
 from faults.beating import LIMIT_SECONDS, launch_beating
 
 from meshwright.launch.restarts import newest_checkpoint
-from meshwright.launch.stragglers import Stragglers
+from meshwright.launch.watch import Stragglers
 from meshwright.runtime.attempts import EarlierAttempts
 from meshwright.runtime.heartbeat import Beat, Doing, Heartbeat, read_beat
 

@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.errors import UserError
+from meshwright.launch.cluster_options import limit_seconds
 from meshwright.launch.options import parse_launch
-from meshwright.launch.slurm_time import limit_seconds
 
 STUBS = {
     # Runs the tasks one after another, and returns the largest exit code, as srun does.
@@ -242,12 +242,12 @@ def test_without_sbatch_it_says_how_to_submit_elsewhere(cluster, capsys, monkeyp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--slurm --kubernetes -- doctor", "are two places"),
+        ("--slurm --kubernetes -- doctor", "cannot be combined"),
         ("--slurm=yes -- doctor", "--slurm takes no value"),
         ("--slurm --time soon -- doctor", "--time soon is not valid"),
         ("--slurm --partition a'b -- doctor", "--partition a'b is not valid"),
         ("--slurm --sbatch nodes=3 -- doctor", "`nodes=3` is not valid"),
-        ("--slurm --node-rank 1 --nodes 2 -- doctor", "--node-rank does not go with"),
+        ("--slurm --node-rank 1 --nodes 2 -- doctor", "--node-rank cannot be used with"),
         ("--slurm --image a -- doctor", "--image needs --kubernetes"),
         ("--nprocs 2 --dry-run -- doctor", "--dry-run needs --slurm or --kubernetes"),
         ("--nprocs 2 --time 1:00 -- doctor", "--time needs --slurm"),
@@ -294,7 +294,7 @@ def test_a_job_that_would_save_before_it_starts_is_refused(capsys, flags, second
     assert main(["launch", "--slurm", *flags.split(), "--dry-run", "--", "doctor"]) == 2
     err = capsys.readouterr().err
     limit, lead = seconds
-    assert f"is told to save {lead} seconds before its end" in err
+    assert f"has to save {lead} seconds before its end" in err
     assert f"it is {limit} seconds" in err
     assert f"or --save-seconds {limit // 3}" in err
 
@@ -312,4 +312,4 @@ def test_gpus_that_processes_cannot_share_and_runs_that_cannot_resume_are_refuse
     assert main(["launch", "--slurm", *flags, "--", "worker.py"]) == 2
     assert "3 processes with 1 GPU each cannot share 4 GPUs" in capsys.readouterr().err
     assert main(["launch", "--slurm", "--", "train", "resume=never"]) == 2
-    assert "resume=never does not go with a job of a cluster" in capsys.readouterr().err
+    assert "resume=never cannot be used with a cluster job" in capsys.readouterr().err

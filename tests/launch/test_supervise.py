@@ -89,7 +89,7 @@ def test_all_end_when_one_fails_and_its_exit_code_counts(started):
         if rank == "1":
             from meshwright.runtime.heartbeat import own_heartbeat
             own_heartbeat().start_from(20)
-            print("error: the disk is full", file=sys.stderr)
+            own_heartbeat().report(error="the disk is full")
             sys.exit(7)
         time.sleep(600)
     """
@@ -102,17 +102,23 @@ def test_all_end_when_one_fails_and_its_exit_code_counts(started):
 
 def test_a_process_that_ends_after_the_one_that_lost_it_is_the_cause(started):
     script = """
+        from meshwright.runtime.heartbeat import own_heartbeat
         if rank == "1":
+            own_heartbeat().report(error="process 1 lost process 0", lost_peer=True)
             print("error: process 1 lost process 0", file=sys.stderr)
             sys.exit(1)
         time.sleep(0.2)
+        own_heartbeat().report(error="the batch is too large")
         print("error: the batch is too large", file=sys.stderr)
         sys.exit(2)
     """
     code, _, err = finish(started(script))
     assert code == 2
-    last = "launch: process 0 ended with exit code 2: the batch is too large"
-    assert err.splitlines()[-1] == last
+    assert err.splitlines() == [
+        "[0] error: the batch is too large",
+        "[1] error: process 1 lost process 0",
+        "launch: process 0 ended with exit code 2: the batch is too large",
+    ]
 
 
 def test_a_process_that_ignores_the_request_is_killed_after_the_grace(started):

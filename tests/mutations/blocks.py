@@ -5,7 +5,7 @@ from mutations.mutation import Mutation
 from mutations.proofs_of import SCAN
 from mutations.sabotage import replace
 
-from meshwright.program.on_mesh import mesh_rules
+from meshwright.program.on_mesh import layer_scans
 from meshwright.program.trace.layout import StepLeaf
 
 
@@ -21,7 +21,7 @@ def _first_twice(right):
     """Run the first block again in place of the last."""
 
     def scan(eqn, operands, body):
-        stacks = sum(mesh_rules.scan_counts(eqn))
+        stacks = sum(layer_scans.scan_counts(eqn))
         xs = [jnp.concatenate([x[:1], x[:-1]]) for x in operands[stacks:]]
         return right(eqn, [*operands[:stacks], *xs], body)
 
@@ -50,10 +50,10 @@ def _mutation(does, break_it):
 
 
 MUTATIONS = (
-    _mutation("rolled blocks run in reverse order", replace(mesh_rules, "run_scan", _backwards)),
+    _mutation("rolled blocks run in reverse order", replace(layer_scans, "run_scan", _backwards)),
     _mutation(
         "the first block runs twice and the last never",
-        replace(mesh_rules, "run_scan", _first_twice),
+        replace(layer_scans, "run_scan", _first_twice),
     ),
     _mutation("one leaf of the blocks is stacked from the wrong block", _one_leaf_rolled),
 )

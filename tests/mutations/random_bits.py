@@ -17,7 +17,7 @@ from mutations.proofs_of import (
 from mutations.sabotage import equation, replace
 
 from meshwright.pipeline.execute.stage_work import StageWork
-from meshwright.program.on_mesh.local_forward import LocalDraws
+from meshwright.program.on_mesh.mesh_forward import LocalDraws
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.step import train_step
 from meshwright.trees import is_key

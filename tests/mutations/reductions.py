@@ -93,7 +93,7 @@ def _gradient_as_it_is(right):
 
 
 _no_activation_is_pinned = replace(
-    decide, "find_pins", lambda right: lambda *arguments, **options: {}
+    decide, "find_constraints", lambda right: lambda *arguments, **options: {}
 )
 
 

@@ -62,7 +62,7 @@ def test_a_trainer_in_two_processes_compares_optimizer_loss_model_length_and_cod
     assert first == second
     same, rate, schedule, loss, model, steps, code = first
     assert same == ""
-    assert "the 2 processes are not about to do the same" in rate
+    assert "the 2 processes differ" in rate
     assert "optimizer.chain.2.scale.step_size is -0.1 in process 0 and -0.2 in process 1" in rate
     assert "decay_steps is 100 in process 0 and 101 in process 1" in schedule
     assert "loss.make_loss.power is 2 in process 0 and 3 in process 1" in loss
@@ -119,7 +119,7 @@ def test_the_command_line_names_the_keys_in_every_process_and_exits_2(tmp_path, 
     assert [process.returncode for process in started] == [2, 2], outputs
     for out, err in outputs:
         assert out == ""
-        assert "error: the 2 processes are not about to do the same\n" in err
+        assert "error: the 2 processes differ\n" in err
         assert expected in err
         assert "Traceback" not in err
     assert not list(tmp_path.iterdir())

@@ -56,7 +56,7 @@ def test_who_is_missing_is_named_in_every_process_that_is_there():
     assert time.monotonic() - began < 5
     for text in said:
         assert text.startswith(
-            "EnvironmentProblem: 2 of 4 processes joined, missing processes 2, 3 after 1 s\n"
+            "MissingMembers: 2 of 4 processes joined, missing processes 2, 3 after 1 s\n"
         )
         assert "--join-timeout" in text
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from meshwright.runtime import user_code
-from meshwright.runtime.code_digests import own_code, users_code
+from meshwright.runtime.versions import own_code, users_code
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The memory of the host."""
 
-from meshwright.runtime.host_memory import host_memory
+from meshwright.runtime.host_machine import host_memory
 
 
 def test_host_memory_is_read_with_a_containers_limit(tmp_path):

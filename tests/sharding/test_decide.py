@@ -50,7 +50,7 @@ def test_every_divided_parameter_is_gathered_for_use_and_nothing_else():
     divided = {p.path for p in found.at_rest if "fsdp" in p.axes()}
     assert gathered == divided == {leaf.path for leaf in traced.leaves if leaf.role == "param"}
     specs = found.gathers[[leaf.path for leaf in traced.leaves].index("first.kernel")]
-    assert (specs.whole, specs.divided) == (PartitionSpec(), PartitionSpec(None, "fsdp"))
+    assert (specs.whole, specs.sharded) == (PartitionSpec(), PartitionSpec(None, "fsdp"))
 
 
 def test_statistics_counters_and_streams_are_the_same_everywhere():

@@ -39,6 +39,21 @@ class Arguments:
             )
         return int(text)
 
+    def words(self, *names: str, example: str) -> tuple[str, ...]:
+        """Return the words of a command without a config, of which there must be as many as names.
+
+        Args:
+            names: what the words are: ``a run``, ``a file``.
+            example: words that would be accepted.
+        """
+        if len(self.overrides) != len(names):
+            raise UserError(
+                f"{self.command.name} takes {' and '.join(names)}",
+                why=f"given: {' '.join(self.overrides) or 'nothing'}",
+                fix=f"write meshwright {self.command.name} {example}",
+            )
+        return self.overrides
+
     @property
     def config_dir(self) -> Path | None:
         """The user's own config directory, which must exist."""

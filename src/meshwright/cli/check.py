@@ -13,21 +13,15 @@ from meshwright.checkpoint.check import Checked, check_checkpoints
 from meshwright.checkpoint.reader import find_store
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.errors import ExitCode, UserError
+from meshwright.errors import ExitCode
 from meshwright.text.columns import Columns
 from meshwright.text.units import counted, human_bytes
 
 
 def run(arguments: Arguments, output: Output) -> int:
     """Check every checkpoint and print the verdicts."""
-    words = arguments.overrides
-    if len(words) != 1:
-        raise UserError(
-            "check takes one run",
-            why=f"given: {' '.join(words) or 'nothing'}",
-            fix="write meshwright check outputs/<project>/<date>/<time>",
-        )
-    folder, update = find_store(Path(words[0]))
+    (run_dir,) = arguments.words("one run", example="outputs/<project>/<date>/<time>")
+    folder, update = find_store(Path(run_dir))
     checked = check_checkpoints(folder, update)
     report = {"folder": str(folder), "checkpoints": [asdict(each) for each in checked]}
     output.result(report, _picture(checked))

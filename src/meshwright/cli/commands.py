@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.hardware import MEMORY_SHARE
 from meshwright.launch.options import FLAGS as LAUNCH_FLAGS
 
 
@@ -28,13 +27,12 @@ class Command:
     """A command of the command line.
 
     Attributes:
-        name: the word typed after ``meshwright``.
+        name: the word typed after ``meshwright``; its module in this package has ``run(request)``.
         help: a help text of one line.
-        module: the module with its ``run(request)``.
-        example: a call that works as it is.
+        arguments: what to write after its name for a call that works as it is.
         flags: its own flags.
         usage: what follows its name.
-        needs_devices: whether JAX devices must be ready before it runs.
+        needs_devices: whether JAX devices must be ready before it runs, if it composes a config.
         composes: whether it takes overrides of a config; if not, its function is
             ``run(arguments, output)``.
         prints_result: whether it has a result of its own, which ``--json`` prints.
@@ -42,13 +40,22 @@ class Command:
 
     name: str
     help: str
-    module: str
-    example: str
+    arguments: str
     flags: tuple[Flag, ...] = ()
     usage: str = "[flags] [overrides]"
     needs_devices: bool = True
     composes: bool = True
     prints_result: bool = True
+
+    @property
+    def module(self) -> str:
+        """The name of its module."""
+        return f"meshwright.cli.{self.name}"
+
+    @property
+    def example(self) -> str:
+        """A call that works as it is."""
+        return f"meshwright {self.name} {self.arguments}"
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:
@@ -58,9 +65,7 @@ class Command:
         return (*self.flags, *(flag for flag in COMMON_FLAGS if flag.name not in left_out))
 
 
-_SHARE = Flag(
-    "--memory-share", f"how much of a device a plan may take (default {MEMORY_SHARE})", "S"
-)
+_SHARE = Flag("--memory-share", "share of a device's memory that a plan may use (default 0.9)", "S")
 
 COMMON_FLAGS = (
     Flag("--json", "print the result as one JSON value on stdout"),
@@ -81,15 +86,13 @@ COMMANDS = {
         Command(
             "train",
             "train a model on a mesh of devices",
-            "meshwright.cli.train",
-            "meshwright train simulate=8 mesh.fsdp=4 mesh.tensor=2",
+            "simulate=8 mesh.fsdp=4 mesh.tensor=2",
             flags=(Flag("--distributed", "stop if this is the only process"),),
         ),
         Command(
             "verify",
             "prove that a mesh trains exactly like one device",
-            "meshwright.cli.verify",
-            "meshwright verify simulate=8 mesh.fsdp=4 mesh.tensor=2",
+            "simulate=8 mesh.fsdp=4 mesh.tensor=2",
             flags=(
                 Flag("--steps", "updates to compare in float64 (default 5)", "N"),
                 Flag("--out", "where to save the certificate (default certificate.json)", "FILE"),
@@ -98,8 +101,7 @@ COMMANDS = {
         Command(
             "inspect",
             "show the mesh, what each device holds, and why",
-            "meshwright.cli.inspect",
-            "meshwright inspect simulate=8 mesh.fsdp=4 mesh.tensor=2",
+            "simulate=8 mesh.fsdp=4 mesh.tensor=2",
             flags=(
                 Flag("--svg", "also write the drawing of the mesh to FILE", "FILE"),
                 Flag("--timeline", "also write when pipeline stages work to FILE, as SVG", "FILE"),
@@ -108,8 +110,7 @@ COMMANDS = {
         Command(
             "plan",
             "find the fastest mesh and settings for some hardware, and say why",
-            "meshwright.cli.plan",
-            "meshwright plan model=gpt2_medium hardware=8xA100-40GB",
+            "model=gpt2_medium hardware=8xA100-40GB",
             flags=(
                 Flag("--top", "how many plans to rank (default 5)", "N"),
                 Flag("--compare", "settings or file of another plan to compare with", "SETTINGS"),
@@ -126,16 +127,14 @@ COMMANDS = {
         Command(
             "ledger",
             "compile a step and compare what it sends with the minimum",
-            "meshwright.cli.ledger",
-            "meshwright ledger simulate=8 mesh.fsdp=8",
+            "simulate=8 mesh.fsdp=8",
         ),
         Command(
             "rehearse",
             "compile a step for devices that are not here: memory and communication",
-            "meshwright.cli.rehearse",
-            "meshwright rehearse model=gpt2_tiny hardware=8xA100-40GB mesh.fsdp=8",
+            "model=gpt2_tiny hardware=8xA100-40GB mesh.fsdp=8",
             flags=(
-                Flag("--on", "cpu compiles for CPUs; gpu for GPUs, of which one is here", "DEVICE"),
+                Flag("--on", "cpu compiles for CPUs; gpu for GPUs, if one is here", "DEVICE"),
                 _SHARE,
             ),
             needs_devices=False,
@@ -143,8 +142,7 @@ COMMANDS = {
         Command(
             "profile",
             "profile a few updates and show where their time goes",
-            "meshwright.cli.profile",
-            "meshwright profile simulate=8 mesh.fsdp=4 mesh.tensor=2",
+            "simulate=8 mesh.fsdp=4 mesh.tensor=2",
             flags=(
                 Flag("--updates", "updates to profile (default 5)", "N"),
                 Flag("--out", "folder of the trace and profile.json (default ./profile)", "DIR"),
@@ -153,8 +151,7 @@ COMMANDS = {
         Command(
             "launch",
             "run a command or a script in several processes, here or on a cluster",
-            "meshwright.cli.launch",
-            "meshwright launch --nprocs 2 --devices-per-process 2 -- train mesh.fsdp=4",
+            "--nprocs 2 --devices-per-process 2 -- train mesh.fsdp=4",
             flags=tuple(Flag(name, *text) for name, text in LAUNCH_FLAGS.items()),
             usage="--nprocs N [flags] -- COMMAND [flags of the command] [overrides]",
             composes=False,
@@ -162,15 +159,14 @@ COMMANDS = {
         ),
         Command(
             "drill",
-            "let faults happen to a training on this machine, and check what comes of each",
-            "meshwright.cli.drill",
-            "meshwright drill model=gpt2_tiny mesh.data=2",
+            "inject faults into a real run on this machine, and check that it recovers",
+            "model=gpt2_tiny mesh.data=2",
             flags=(
-                Flag("--nprocs", "processes of the training (default 2)", "N"),
+                Flag("--nprocs", "processes of the run (default 2)", "N"),
                 Flag("--devices-per-process", LAUNCH_FLAGS["--devices-per-process"][0], "N"),
-                Flag("--only", "the faults to let happen, such as sigkill,preempt", "NAMES"),
-                Flag("--list", "list the faults and what has to come of each"),
-                Flag("--steps", "updates of each training (default 8)", "N"),
+                Flag("--only", "the faults to inject, such as sigkill,preempt", "NAMES"),
+                Flag("--list", "list the faults, and how the run has to recover from each"),
+                Flag("--steps", "updates of each run (default 8)", "N"),
                 Flag("--keep", "keep the logs and run folders; those of a failure always are"),
             ),
             needs_devices=False,
@@ -178,18 +174,15 @@ COMMANDS = {
         Command(
             "report",
             "write an HTML report about a run, or comparing several",
-            "meshwright.cli.report",
-            "meshwright report outputs/meshwright",
+            "outputs/meshwright",
             flags=(Flag("--out", "where to write the page (default RUN/report.html)", "FILE"),),
             usage="RUN [RUN …] [flags]",
-            needs_devices=False,
             composes=False,
         ),
         Command(
             "export",
             "write a run's parameters to a safetensors file or a Hugging Face folder",
-            "meshwright.cli.export",
-            "meshwright export outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
+            "outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
             flags=(
                 Flag("--update", "which checkpoint (default: the newest)", "N"),
                 Flag("--to", "hf writes a Hugging Face folder", "FORMAT"),
@@ -198,40 +191,33 @@ COMMANDS = {
                 ),
             ),
             usage="RUN FILE [flags], or RUN --to hf FOLDER [flags]",
-            needs_devices=False,
             composes=False,
         ),
         Command(
             "check",
             "check that the checkpoints of a run are what was saved",
-            "meshwright.cli.check",
-            "meshwright check outputs/meshwright/2026-01-31/12-00-00",
+            "outputs/meshwright/2026-01-31/12-00-00",
             usage="RUN [flags]",
-            needs_devices=False,
             composes=False,
         ),
         Command(
             "replay",
-            "run an update that was not finite again, and find where it began",
-            "meshwright.cli.replay",
-            "meshwright replay outputs/meshwright/2026-01-31/12-00-00/incidents/000123",
+            "rerun an update that was not finite, and find where it started",
+            "outputs/meshwright/2026-01-31/12-00-00/incidents/000123",
             usage="RECORD [flags]",
-            needs_devices=False,
             composes=False,
         ),
         Command(
             "config",
             "show every value of the config and where it comes from",
-            "meshwright.cli.config",
-            "meshwright config training.micro_batch_size=4",
+            "training.micro_batch_size=4",
             flags=(Flag("--keys", "list every key: its meaning, default and allowed values"),),
             needs_devices=False,
         ),
         Command(
             "doctor",
             "check versions, devices, processes, and communication between devices",
-            "meshwright.cli.doctor",
-            "meshwright doctor simulate=8",
+            "simulate=8",
         ),
     )
 }

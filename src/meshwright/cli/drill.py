@@ -1,4 +1,4 @@
-"""`meshwright drill`: lets faults happen to a training, and shows what comes of each."""
+"""`meshwright drill`: injects faults into a real run, and checks that it recovers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from meshwright.cli.arguments import Arguments
 from meshwright.cli.request import Request
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.drill.configuration import DEFAULT_STEPS, FEWEST_STEPS, Configuration
-from meshwright.drill.fault import Fault
-from meshwright.drill.fault_table import FAULTS
-from meshwright.drill.run_drill import Report, Row, run_drill
+from meshwright.drill.run_drill import FAULTS, DrillReport, FaultResult, run_drill
+from meshwright.drill.trial import Fault
 from meshwright.errors import ExitCode, UserError, did_you_mean
 from meshwright.launch.environments import count_gpus
 from meshwright.launch.options import MAX_PROCESSES
@@ -36,16 +35,18 @@ def run(request: Request) -> int:
     if arguments.has("--list"):
         rows = [(fault.name, fault.what, fault.expected) for fault in faults]
         listed = [dict(zip(("fault", "what", "expected"), row, strict=True)) for row in rows]
-        output.result(listed, Columns(("fault", "what happens", "what has to come of it"), rows))
+        output.result(
+            listed, Columns(("fault", "what happens", "how the run has to recover"), rows)
+        )
         return ExitCode.DONE
     _refuse_other_launcher()
     folder = Path(tempfile.mkdtemp(prefix="meshwright-drill-"))
     keep = arguments.has("--keep")
     try:
         configuration = _configuration(request, folder)
-        with activity("drilling", afterwards=False) as tell:
+        with activity("drilling", afterwards=False) as show_progress:
             report = run_drill(
-                configuration, faults, folder, tell, lambda row: output.say(_line(row))
+                configuration, faults, folder, show_progress, lambda row: output.say(_line(row))
             )
         keep |= bool(report.failed)
     finally:
@@ -57,7 +58,7 @@ def run(request: Request) -> int:
 
 
 def _configuration(request: Request, folder: Path) -> Configuration:
-    """Return what is drilled, and prepare this process and the environment of the others."""
+    """Return the run to drill; prepare this process and the environment of the others."""
     import jax
 
     # Checkpoints are read here, while the accelerators belong to the processes of the drill.
@@ -84,7 +85,7 @@ def _configuration(request: Request, folder: Path) -> Configuration:
 
 
 def _steps(request: Request) -> int:
-    """Return the updates of each training: those of the config, if they are few."""
+    """Return the updates of each run: those of the config, if they are few."""
     arguments, own = request.arguments, request.config.training.steps
     steps = arguments.number("--steps", max(FEWEST_STEPS, min(own, DEFAULT_STEPS)))
     if steps < FEWEST_STEPS:
@@ -121,11 +122,11 @@ def _refuse_other_launcher() -> None:
         )
 
 
-def _line(row: Row) -> RenderableType:
+def _line(row: FaultResult) -> RenderableType:
     return Text.assemble((row.verdict, _STYLES[row.verdict]), f"  {row.fault}: {row.happened}")
 
 
-def _picture(report: Report, folder: str | None) -> RenderableType:
+def _picture(report: DrillReport, folder: str | None) -> RenderableType:
     rows = [
         (
             row.fault,
@@ -140,7 +141,7 @@ def _picture(report: Report, folder: str | None) -> RenderableType:
     return Group(table, Text(_summary(report)), *where)
 
 
-def _summary(report: Report) -> str:
+def _summary(report: DrillReport) -> str:
     verdicts: Sequence[str] = [row.verdict for row in report.rows]
     mesh = " × ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     skipped = verdicts.count("not applicable")

@@ -11,6 +11,8 @@ from meshwright.cli.output import Output
 from meshwright.errors import ExitCode, UserError
 from meshwright.runtime.activity import activity
 
+_RUN = "outputs/<project>/<date>/<time>"
+
 
 def run(arguments: Arguments, output: Output) -> int:
     """Write the file or the folder, and print a summary."""
@@ -18,13 +20,7 @@ def run(arguments: Arguments, output: Output) -> int:
         return _to_hf(arguments, output)
     if arguments.has("--dtype"):
         raise UserError("--dtype is for folders", fix="write --to hf FOLDER too")
-    words = arguments.overrides
-    if len(words) != 2:
-        raise UserError(
-            "export takes a run and a file",
-            why=f"given: {' '.join(words) or 'nothing'}",
-            fix="write meshwright export outputs/<project>/<date>/<time> model.safetensors",
-        )
+    words = arguments.words("a run", "a file", example=f"{_RUN} model.safetensors")
     update = _update(arguments)
     with activity(f"writing {words[1]}"):
         shapes = export_safetensors(*words, update=update)
@@ -38,15 +34,10 @@ def run(arguments: Arguments, output: Output) -> int:
 
 
 def _to_hf(arguments: Arguments, output: Output) -> int:
-    words, to = arguments.overrides, arguments.flags["--to"]
+    to = arguments.flags["--to"]
     if to != "hf":
         raise UserError(f"--to {to} is not known", fix="write --to hf FOLDER")
-    if len(words) != 2:
-        raise UserError(
-            "export --to hf takes a run and a folder",
-            why=f"given: {' '.join(words) or 'nothing'}",
-            fix="write meshwright export outputs/<project>/<date>/<time> --to hf FOLDER",
-        )
+    words = arguments.words("a run", "a folder", example=f"{_RUN} --to hf FOLDER")
     from meshwright.trainer.trained.export_hf import export_hf
 
     dtype, update = arguments.flags.get("--dtype"), _update(arguments)

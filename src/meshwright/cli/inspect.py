@@ -24,7 +24,7 @@ from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline import Timeline
 from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing, timeline_svg
 from meshwright.plan import Plan, unused_settings
-from meshwright.program.kernels.substitution import describe
+from meshwright.program.kernels.regions import describe
 from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled

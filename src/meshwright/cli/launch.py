@@ -6,12 +6,11 @@ import os
 from collections.abc import Sequence
 
 from meshwright.launch.machines_left import MachinesLeft
-from meshwright.launch.merged_output import LauncherLines
+from meshwright.launch.merged_output import MergedOutput
 from meshwright.launch.options import parse_launch
-from meshwright.launch.outer_launcher import refuse_outer_launcher
 from meshwright.launch.processes_left import ProcessesLeft, Team
 from meshwright.launch.restarts import Attempts
-from meshwright.launch.whole_run import find_run
+from meshwright.launch.whole_run import find_run, refuse_outer_launcher
 
 
 def launch(words: Sequence[str]) -> int:
@@ -29,8 +28,8 @@ def launch(words: Sequence[str]) -> int:
         refuse_outer_launcher(options.nprocs, os.environ, is_shared=run.is_shared)
     # The file descriptor, because `sys.stderr` may have been replaced by a text-only stream.
     with open(2, "wb", buffering=0, closefd=False) as stderr:
-        say = LauncherLines(stderr)
+        lines = MergedOutput(stderr)
         team: Team = ProcessesLeft(options, os.environ, run)
         if options.min_nodes is not None:
-            team = MachinesLeft(options, os.environ, run, say)
-        return Attempts(options, os.environ, stderr, team, say).run()
+            team = MachinesLeft(options, os.environ, run, lines.notify)
+        return Attempts(options, os.environ, stderr, team, lines.notify).run()

@@ -12,12 +12,19 @@ from contextlib import AbstractContextManager, nullcontext
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.commands import COMMANDS
 from meshwright.cli.help import command_help, general_help
-from meshwright.cli.output import Output, guarded_stdout, print_error
-from meshwright.cli.plain_warnings import print_warnings_plainly
-from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
+from meshwright.cli.output import Output, guarded_stdout, print_error, print_warnings_plainly
+from meshwright.errors import (
+    ExitCode,
+    LostPeer,
+    MeshwrightError,
+    ProcessesDiffer,
+    Spelling,
+    spelled_for,
+)
 from meshwright.launch.options import asks_for_help
 from meshwright.runtime.activity import activity, show_activities
 from meshwright.runtime.garbage import few_collections
+from meshwright.runtime.heartbeat import own_heartbeat
 from meshwright.runtime.interrupt import Interrupt
 from meshwright.text.masking import mask_text
 
@@ -78,13 +85,13 @@ def _main(argv: Sequence[str]) -> int:
     except MeshwrightError as error:
         if debug:
             _print_traceback()
-        print_error(error)
+        code = _fail(error)
         if isinstance(error, ProcessesDiffer):
             from meshwright.launch.connect import disconnect_processes
 
             # All processes are here. Those that leave without a word take the others with them.
             disconnect_processes()
-        return error.exit_code
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -129,7 +136,7 @@ def _run_command(arguments: Arguments, output: Output) -> int:
     with waiting, few_collections():
         request = make_request(arguments, output)
         if arguments.command.needs_devices:
-            from meshwright.cli.early_start import start_devices
+            from meshwright.cli.request import start_devices
 
             start_devices()
         module = importlib.import_module(arguments.command.module)
@@ -139,6 +146,13 @@ def _run_command(arguments: Arguments, output: Output) -> int:
 
         disconnect_processes()
     return code
+
+
+def _fail(error: MeshwrightError) -> int:
+    """Report an error to the launcher, then print it; return its exit code."""
+    own_heartbeat().report(error=mask_text(error.what), lost_peer=isinstance(error, LostPeer))
+    print_error(error)
+    return error.exit_code
 
 
 def _print_traceback() -> None:
@@ -153,22 +167,20 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
 
         lost = explain_lost_peer(error)
         if lost is not None:
-            print_error(lost)
-            return lost.exit_code
+            return _fail(lost)
     if "jax" in sys.modules:
         from meshwright.compiled.shortage import find_shortage, tell_shortage
 
         if shortage := find_shortage(error):
-            short = tell_shortage(shortage, "running the command")
-            print_error(short)
-            return short.exit_code
+            return _fail(tell_shortage(shortage, "running the command"))
     from meshwright.runtime.user_code import explain_users_exception
 
     users = explain_users_exception(error)
     if users is not None:
-        print_error(users)
-        return users.exit_code
-    print(f"internal error: {type(error).__name__}: {mask_text(str(error))}", file=sys.stderr)
+        return _fail(users)
+    text = f"{type(error).__name__}: {mask_text(str(error))}"
+    own_heartbeat().report(error=text.partition("\n")[0])
+    print(f"internal error: {text}", file=sys.stderr)
     if not debug:
         print("  add --debug for the traceback, and please report it", file=sys.stderr)
     return ExitCode.INTERNAL

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.text.json_text import finite
@@ -16,6 +18,8 @@ from meshwright.text.masking import mask_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+_PACKAGE = str(Path(__file__).parent.parent)
 
 
 class Output:
@@ -131,3 +135,34 @@ def print_error(error: MeshwrightError) -> None:
     for part in (error.why, error.fix):
         for line in filter(None, mask_text(part).splitlines()):
             console.print(Text("  " + line))
+
+
+def print_warnings_plainly() -> None:
+    """Print warnings and log records of this package like other messages, for this process."""
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if file is None and filename.startswith(_PACKAGE):
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lowercase("%(levelname)s: %(message)s"))
+    own = logging.getLogger("meshwright")
+    own.addHandler(handler)
+    own.propagate = False
+
+
+class _Lowercase(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        record.levelname = record.levelname.lower()
+        return super().format(record)

@@ -1,27 +1,22 @@
-"""`meshwright replay`: runs an update that was not finite again, and finds where it began."""
+"""`meshwright replay`: reruns an update that was not finite, and finds where it started."""
 
 from __future__ import annotations
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.errors import ExitCode, UserError
+from meshwright.errors import ExitCode
 
 
 def run(arguments: Arguments, output: Output) -> int:
     """Replay a record and print what was found."""
-    words = arguments.overrides
-    if len(words) != 1:
-        raise UserError(
-            "replay takes one record",
-            why=f"given: {' '.join(words) or 'nothing'}",
-            fix="write meshwright replay outputs/<project>/<date>/<time>/incidents/000123",
-        )
+    example = "outputs/<project>/<date>/<time>/incidents/000123"
+    (path,) = arguments.words("one record", example=example)
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.runtime.jax_internals import jax_has_started
     from meshwright.trainer.incidents.flight_record import read_record
     from meshwright.trainer.incidents.replay import replay
 
-    record = read_record(words[0])
+    record = read_record(path)
     if record.facts["platform"] == "cpu" and not jax_has_started():
         simulate_devices(record.plan.num_devices)
     found = replay(record.folder)

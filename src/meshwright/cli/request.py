@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +25,7 @@ from meshwright.inputs.plan_file import (
 )
 from meshwright.processes import process_count
 from meshwright.processes.handshake import compare_processes, describe_own_devices
-from meshwright.runtime.code_digests import own_code
-from meshwright.runtime.versions import package_versions
+from meshwright.runtime.versions import own_code, package_versions
 from meshwright.text.masking import mask_words
 from meshwright.weights.resolve import resolve_weights
 
@@ -70,8 +71,8 @@ class Request:
         remarks = unused_settings(self.config, plan)
         if updates_flag:
             remarks += [
-                f"{text} says here only how the learning rate changes; how many updates run, "
-                f"{updates_flag} N says"
+                f"{text} only shapes the learning rate here; "
+                f"{updates_flag} N says how many updates run"
                 for text in self.composed.overrides
                 if text.lstrip("+").partition("=")[0] in DURATION
             ]
@@ -96,7 +97,7 @@ def make_request(arguments: Arguments, output: Output) -> Request:
 
 
 def _choose(config: Config, composed: Composed, output: Output) -> tuple[Config, Composed]:
-    """Return the config with what it leaves to the planner, and say what that is."""
+    """Return the config with what it leaves to the planner, and print that."""
     from rich.text import Text
 
     from meshwright.cli.auto_settings import choose_settings
@@ -166,9 +167,9 @@ def check_planned_model(request: Request, num_parameters: int) -> None:
 
 
 def _as_planned(arguments: Arguments) -> Arguments:
-    """Return the arguments with what the plan they name was made for, unless they say it.
+    """Return the arguments, completed by what the plan that they name was made for.
 
-    A training is not meant: what it trains is written down.
+    `train` is left alone: its command line has to name the model and the data.
     """
     paths = [text.partition("=")[2] for text in arguments.overrides if setting_group(text) == KEY]
     if arguments.command.name not in ("plan", "rehearse") or not paths:
@@ -216,3 +217,23 @@ def _prepare_compiler(config: Config) -> None:
     from meshwright.compiled.disk_cache import use_disk_cache
 
     use_disk_cache(config.compilation_cache)
+
+
+def start_devices() -> None:
+    """Start JAX's devices in a thread, if this is the only process.
+
+    A GPU takes two seconds, and as long again until its first program runs. Whoever asks for
+    devices meanwhile waits for them, and sees the error if they do not start. Several processes
+    start theirs together, where each of them waits for the others.
+    """
+    if process_count() == 1:
+        # Not a daemon: a command that ends early must not leave in the middle of it.
+        threading.Thread(target=_start, name="device-start").start()
+
+
+def _start() -> None:
+    import jax
+
+    with suppress(Exception):
+        if jax.default_backend() != "cpu":
+            jax.random.key_data(jax.random.key(0)).block_until_ready()

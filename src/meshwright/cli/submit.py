@@ -1,4 +1,4 @@
-"""`meshwright launch --slurm` and `--kubernetes`: prints or submits the job of a cluster."""
+"""`meshwright launch --slurm` and `--kubernetes`: checks, prints or submits a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.cli.job_program import check_program
+from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.errors import EnvironmentProblem, ExitCode, UserError
 from meshwright.launch.cluster_options import ClusterKind, ClusterOptions
 from meshwright.launch.kubernetes import fixed_folder, manifest_text, manifests
@@ -23,6 +23,7 @@ from meshwright.text.masking import mask_text, mask_words
 
 if TYPE_CHECKING:
     from meshwright.config.compose import Composed
+    from meshwright.config.schema import Config
 
 
 def submit(options: LaunchOptions, cluster: ClusterOptions) -> int:
@@ -37,7 +38,7 @@ def _check_resumes(program: tuple[str, ...]) -> None:
     for word in program:
         if word.startswith("resume=") and word not in ("resume=auto", "resume=must"):
             raise UserError(
-                f"{word} does not go with a job of a cluster",
+                f"{word} cannot be used with a cluster job",
                 why="when the cluster starts the job again, it resumes from its own run folder",
                 fix="leave it out, and write hydra.run.dir=… to choose the folder, or "
                 "model.init_from=… to start from the parameters of another run",
@@ -46,7 +47,7 @@ def _check_resumes(program: tuple[str, ...]) -> None:
 
 def _submit_slurm(options: LaunchOptions, cluster: ClusterOptions) -> int:
     cwd = Path.cwd()
-    composed = check_program(options, in_image=False)
+    composed = _check_program(options, in_image=False)
     program, folder = _with_folder(options.program, composed, cluster.name)
     options = replace(options, program=program)
     if cluster.dry_run:
@@ -62,12 +63,12 @@ def _submit_slurm(options: LaunchOptions, cluster: ClusterOptions) -> int:
 
 
 def _submit_kubernetes(options: LaunchOptions, cluster: ClusterOptions) -> int:
-    check_program(options, in_image=True)
+    _check_program(options, in_image=True)
     options = replace(options, program=fixed_folder(options.program, cluster))
     if options.program[0] == "train" and not cluster.claim:
         print(
             "remark: without --claim, checkpoints are lost with their pod, and a job that is "
-            "restarted begins anew",
+            "restarted starts from the beginning",
             file=sys.stderr,
         )
     if cluster.dry_run:
@@ -95,7 +96,7 @@ def _with_folder(
 def _masked(
     options: LaunchOptions, cluster: ClusterOptions
 ) -> tuple[LaunchOptions, ClusterOptions]:
-    """Return the options without secrets, and say so if there were any."""
+    """Return the options without secrets, and print a remark if there were any."""
     program, sbatch = tuple(mask_words(options.program)), tuple(mask_words(cluster.sbatch))
     if (program, sbatch) != (options.program, cluster.sbatch):
         print(
@@ -119,3 +120,69 @@ def _run(command: Sequence[str], text: str, file: str) -> str:
     if done.returncode:
         raise UserError(f"{program} refused the job", why=done.stderr.strip())
     return done.stdout.strip()
+
+
+def _check_program(options: LaunchOptions, *, in_image: bool) -> Composed | None:
+    """Check what a job runs, so that a mistake shows before it waits in a queue.
+
+    Args:
+        options: what to launch.
+        in_image: whether the job has files of its own, so that those it names need not be here.
+
+    Returns:
+        The config of `train`; None for other programs, or if the config is in the image.
+    """
+    if not options.is_own_command:
+        return None
+    arguments = parse_arguments(options.program)
+    if arguments.command.name != "train":
+        return None
+    return _image_config(arguments) if in_image else _config(arguments)
+
+
+def _config(arguments: Arguments) -> Composed:
+    from meshwright.cli.request import compose
+    from meshwright.config.compose import validate
+
+    composed = compose(arguments)
+    _check_modules(validate(composed))
+    return composed
+
+
+def _image_config(arguments: Arguments) -> Composed | None:
+    """Check the config of `train` as far as its files are here."""
+    from meshwright.cli.request import compose
+    from meshwright.config.compose import compose_config, validate
+
+    for flag in ("--config-dir", "--config"):
+        path = arguments.flags.get(flag)
+        if path and not Path(path).exists():
+            print(
+                f"remark: the config is not checked, because {flag} {path} is not on this machine",
+                file=sys.stderr,
+            )
+            return None
+    composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
+    model = composed.values.get("model")
+    weights = model.get("weights") if isinstance(model, dict) else None
+    named = [path for path in (weights, composed.values.get("plan")) if path is not None]
+    if all(Path(str(path)).exists() for path in named):
+        composed = compose(arguments)
+    validate(composed)
+    return composed
+
+
+def _check_modules(config: Config) -> None:
+    """Raise if a module of the user's own that the config names does not exist here."""
+    from meshwright.config.builders import check_module_exists
+
+    training = config.training
+    kinds = {
+        f"{name}.kind": getattr(config, name).kind
+        for name in ("model", "task", "data", "optimizer")
+    }
+    for key, kind in {**kinds, "training.eval_loss": training.eval_loss}.items():
+        if kind is not None and ":" in kind:
+            check_module_exists(f"{key}={kind}", kind)
+    for name in training.callbacks:
+        check_module_exists(f"training.callbacks=[{name}]", name)

@@ -22,8 +22,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from meshwright.compiled.memory import MemoryUse
 from meshwright.processes import process_count
+from meshwright.runtime.host_machine import user_cache
 from meshwright.runtime.jax_internals import compiler_options_of
-from meshwright.runtime.user_cache import user_cache
 from meshwright.runtime.versions import package_versions
 
 MAX_BYTES = 10 * 2**30

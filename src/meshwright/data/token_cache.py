@@ -27,7 +27,7 @@ from meshwright.data.token_rows import PackedRows, StreamRows
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.runtime.activity import activity
-from meshwright.runtime.user_cache import user_cache
+from meshwright.runtime.host_machine import user_cache
 
 _origins: dict[str, None] = {}
 """Where tokens came from, until a run reports it."""

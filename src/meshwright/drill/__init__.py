@@ -1,1 +1,1 @@
-"""Drills: faults that are made to happen to a training on this machine, and what comes of them."""
+"""Drills: faults injected into a real run on this machine, and checks that it recovers."""

@@ -31,18 +31,18 @@ _CUT_DOWN = (
     "checkpoint.keep_best=0",
     "resume=auto",
 )
-"""Settings of a drill: nothing is evaluated or sent, and every update and checkpoint is kept."""
+"""Settings of a drill: no evaluations or trackers, and every update and checkpoint is kept."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a drill trains, and how.
+    """The run that is drilled.
 
     Attributes:
         words: what the user wrote: settings, and flags that say which config they change.
         nprocs: the number of processes.
         devices: devices of each process; None leaves them to the machine.
-        steps: updates of a training.
+        steps: updates of a run.
         cache: the folder of compiled programs; None for none.
     """
 
@@ -59,11 +59,11 @@ class Configuration:
 
     @property
     def update(self) -> int:
-        """The update at which faults happen: one after the second checkpoint."""
+        """The update at which faults are injected: the one after the second checkpoint."""
         return 2 * self.every + 1
 
     def train(self, run_dir: Path, settings: Sequence[str] = ()) -> list[str]:
-        """Return the words of a training, after the name of the program."""
+        """Return the command line of a run, after the name of the program."""
         cache = [] if self.cache is None else [f"compilation_cache={quoted(str(self.cache))}"]
         return [
             "train",

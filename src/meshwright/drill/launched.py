@@ -1,24 +1,30 @@
-"""A launch of a drill: a real launcher with real processes, what they print, and how they end."""
+"""A launch of a drill: what its processes print, how they end, and whether they leave anything."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.drill.fault import Missed
-from meshwright.drill.hooks import BATCH, INJECTED, LAUNCHED
-from meshwright.drill.told import read_notes
+from meshwright.drill.process import BATCH, INJECTED, LAUNCHED, read_notes
+from meshwright.drill.run_folder import NotSurvived
 from meshwright.launch.supervise import exit_code, guarded_group
+
+LEAVE_SECONDS = 10.0
+"""How long processes may take to be gone after their launcher."""
+
+_ENDED = "ZX"
+"""States of processes that have ended, though nobody has asked for their exit code yet."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +63,27 @@ class Launched:
 
     @property
     def injected(self) -> list[dict[str, Any]]:
-        """What the processes noted when a fault happened to them."""
+        """What the processes noted when the fault was injected."""
         return read_notes(self.notes, INJECTED)
 
     @property
-    def batch_kinds(self) -> list[str]:
-        """The kinds of numbers in a batch."""
-        return [kind for note in read_notes(self.notes, BATCH) for kind in note["kinds"]]
+    def batch_dtypes(self) -> list[str]:
+        """The dtypes of a batch."""
+        return [dtype for note in read_notes(self.notes, BATCH) for dtype in note["dtypes"]]
 
     @property
-    def happened(self) -> float:
-        """When the fault happened; raise if it did not."""
+    def fault_time(self) -> float:
+        """When the fault was injected; raise if it was not."""
         if not self.injected:
-            raise Missed(f"the fault did not happen: exit code {self.code}, {self.problem()}")
+            problem = self.problem()
+            raise NotSurvived(f"the fault was not injected: exit code {self.code}, {problem}")
         return min(note["time"] for note in self.injected)
 
     def check_code(self, *codes: int) -> None:
         """Raise unless it ended with one of these exit codes."""
         if self.code not in codes:
             wanted = " or ".join(map(str, codes))
-            raise Missed(f"exit code {self.code} instead of {wanted}: {self.problem()}")
+            raise NotSurvived(f"exit code {self.code} instead of {wanted}: {self.problem()}")
 
     def find(self, pattern: str) -> re.Match[str]:
         """Return what the first line with a pattern says; raise if there is none."""
@@ -86,24 +93,30 @@ class Launched:
         """Raise if a line has a pattern."""
         for line in self.lines:
             if re.search(pattern, line.text):
-                raise Missed(f"it prints {line.text.strip()!r}")
+                raise NotSurvived(f"it prints {line.text.strip()!r}")
 
     def noticed(self, pattern: str, within: float) -> float:
         """Return the seconds from the fault to the first line with a pattern.
 
-        Raise if there is no such line, or if it came later than it has to.
+        Raise if there is no such line, or if it came too late.
         """
         line, _ = self._first(pattern)
-        seconds = line.time - self.happened
+        seconds = line.time - self.fault_time
         if seconds > within:
-            raise Missed(f"noticed after {seconds:.1f} s, more than {within:g} s")
+            raise NotSurvived(f"noticed after {seconds:.1f} s, more than {within:g} s")
         return max(seconds, 0.0)
 
+    def check_none_lost(self, update: int) -> None:
+        """Raise if training went on from an earlier checkpoint than the newest committed one."""
+        newest = max((max(note["committed"], default=0) for note in self.injected), default=0)
+        if update < newest:
+            raise NotSurvived(f"went on from update {update}, though update {newest} was committed")
+
     def stopped(self, within: float) -> float:
-        """Return the seconds from the fault to the end; raise if it took longer than it has to."""
-        seconds = self.ended - self.happened
+        """Return the seconds from the fault to the end; raise if it took too long."""
+        seconds = self.ended - self.fault_time
         if seconds > within:
-            raise Missed(f"ended {seconds:.1f} s after the fault, more than {within:g} s")
+            raise NotSurvived(f"ended {seconds:.1f} s after the fault, more than {within:g} s")
         return seconds
 
     def problem(self) -> str:
@@ -126,7 +139,7 @@ class Launched:
         for line in self.lines:
             if found := re.search(pattern, line.text):
                 return line, found
-        raise Missed(f"no line says {pattern!r}: {self.problem()}")
+        raise NotSurvived(f"no line says {pattern!r}: {self.problem()}")
 
 
 def launch(
@@ -139,7 +152,7 @@ def launch(
         environ: environment variables besides those of this process.
         log: a file for everything that is printed.
         notes: the folder for the notes of the processes.
-        seconds: the time after which it is killed, which is not what anything waits for.
+        seconds: the time after which it is killed and has failed.
     """
     lines: list[Line] = []
     # The launcher ends with this process, also if that is killed, and its processes with it.
@@ -158,7 +171,7 @@ def launch(
         try:
             returncode = launcher.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise Missed(f"it did not end within {seconds:.0f} s") from None
+            raise NotSurvived(f"it did not end within {seconds:.0f} s") from None
         ended = time.time()
     # Processes that outlive their launcher hold the pipe; they are found by their notes.
     pump.join(5.0)
@@ -171,3 +184,43 @@ def _read(source: IO[bytes], lines: list[Line], log: Path) -> None:
             lines.append(Line(time.time(), line.decode(errors="replace").rstrip("\n")))
             file.write(line)
             file.flush()
+
+
+def running_in(groups: Collection[int]) -> list[int]:
+    """Return the process groups in which something still runs, after some time to leave."""
+    ends = time.monotonic() + LEAVE_SECONDS
+    while (left := [group for group in groups if _runs(group)]) and time.monotonic() < ends:
+        time.sleep(0.05)
+    return left
+
+
+def is_free(port: int) -> bool:
+    """Whether a port of this machine can be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _runs(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        # The number belongs to somebody else by now.
+        return False
+    stats = list(Path("/proc").glob("[0-9]*/stat"))
+    return not stats or any(_is_running_member(path, group) for path in stats)
+
+
+def _is_running_member(stat: Path, group: int) -> bool:
+    try:
+        # The name of the program, in parentheses, may contain spaces.
+        state, _, its_group, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return False
+    return int(its_group) == group and state not in _ENDED

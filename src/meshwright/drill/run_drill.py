@@ -1,4 +1,4 @@
-"""Running a drill: the training without a fault, then every fault, and a row for each."""
+"""Running a drill: first without a fault, then once for each fault, with a result for each."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.drill import file_faults, joining_faults, process_faults
 from meshwright.drill.configuration import Configuration
-from meshwright.drill.fault import Fault, Missed
-from meshwright.drill.scene import Scene
+from meshwright.drill.run_folder import NotSurvived
+from meshwright.drill.trial import Fault, Trial
 from meshwright.errors import UserError
 from meshwright.text.masking import mask_words
 from meshwright.text.units import human_seconds
 
 Verdict = Literal["passed", "failed", "not applicable"]
-Tell = Callable[[str], None]
-"""Takes how far the drill is, as text."""
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (*process_faults.FAULTS, *file_faults.FAULTS, *joining_faults.FAULTS)
+}
+"""All faults by name, in the order in which a drill injects them."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """What came of one fault.
+class FaultResult:
+    """The result of one fault.
 
     Attributes:
         fault: its name.
-        happened: what happened, or why nothing could.
-        verdict: whether that is what had to happen.
+        happened: what happened, or why the fault does not apply.
+        verdict: whether the run recovered as expected.
         seconds: how long it took.
     """
 
@@ -39,26 +44,26 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What came of a drill.
+class DrillReport:
+    """The results of a drill.
 
     Attributes:
         mesh: the size of each axis of the mesh.
         processes: the number of processes.
-        steps: updates of each training.
-        rows: what came of each fault.
+        steps: updates of each run.
+        rows: the result of each fault.
         seconds: how long all of it took.
     """
 
     mesh: dict[str, int]
     processes: int
     steps: int
-    rows: tuple[Row, ...]
+    rows: tuple[FaultResult, ...]
     seconds: float
 
     @property
     def failed(self) -> list[str]:
-        """The names of the faults that were not survived as they have to be."""
+        """The names of the faults that the run did not recover from as expected."""
         return [row.fault for row in self.rows if row.verdict == "failed"]
 
     def to_json(self) -> dict[str, Any]:
@@ -70,35 +75,34 @@ def run_drill(
     configuration: Configuration,
     faults: Sequence[Fault],
     folder: Path,
-    tell: Tell,
-    show: Callable[[Row], None],
-) -> Report:
-    """Train without a fault, then let each of the faults happen.
+    show_progress: Callable[[str], None],
+    show_result: Callable[[FaultResult], None],
+) -> DrillReport:
+    """Run the configuration without a fault, then inject each of the faults into a new run.
 
     Args:
-        configuration: what is trained.
-        faults: what happens to it.
+        configuration: what to run.
+        faults: what to inject.
         folder: an empty folder, for a folder of each fault.
-        tell: takes how far the drill is.
-        show: takes each row when it is known.
+        show_progress: takes how far the drill is, as text.
+        show_result: takes each result when it is known.
 
     Raises:
-        UserError: the training fails without any fault.
+        UserError: the configuration fails without any fault.
     """
     started = time.monotonic()
-    tell("without a fault")
-    first = _train_undisturbed(configuration, folder / "reference")
+    show_progress("without a fault")
+    first = _run_without_fault(configuration, folder / "reference")
     left = _TimeLeft(first.seconds, faults)
-    rows: list[Row] = []
+    rows: list[FaultResult] = []
     for number, fault in enumerate(faults, 1):
-        tell(f"{number} of {len(faults)}: {fault.name}, about {left} left")
-        scene = replace(first, folder=folder / fault.name, fault=fault.name)
-        row = _drill(fault, scene)
-        left.done(fault, row.seconds)
-        rows.append(row)
-        show(row)
-    return Report(
-        first.undisturbed.plan["mesh"],
+        show_progress(f"{number} of {len(faults)}: {fault.name}, about {left} left")
+        result = _inject(fault, replace(first, folder=folder / fault.name, fault=fault.name))
+        left.done(fault, result.seconds)
+        rows.append(result)
+        show_result(result)
+    return DrillReport(
+        first.reference.plan["mesh"],
         configuration.nprocs,
         configuration.steps,
         tuple(rows),
@@ -106,23 +110,23 @@ def run_drill(
     )
 
 
-def _train_undisturbed(configuration: Configuration, folder: Path) -> Scene:
-    """Return a scene with the reference, which has to end well."""
-    started, scene = time.monotonic(), Scene(configuration, folder)
+def _run_without_fault(configuration: Configuration, folder: Path) -> Trial:
+    """Return a trial without a fault, which has to succeed."""
+    started, trial = time.monotonic(), Trial(configuration, folder)
     try:
-        launched = scene.train()
-    except Missed as missed:
-        raise _fails_anyway(configuration, str(missed)) from None
+        launched = trial.train()
+    except NotSurvived as problem:
+        raise _fails_anyway(configuration, str(problem)) from None
     if launched.code:
         raise _fails_anyway(configuration, launched.message())
-    done = len(scene.run.losses())
+    done = len(trial.run.losses())
     if done != configuration.steps:
         raise UserError(
-            f"the training ends after {done} updates, and a drill takes {configuration.steps}",
+            f"the run ends after {done} updates, and a drill takes {configuration.steps}",
             fix="use more data, or a smaller batch",
         )
     seconds = time.monotonic() - started
-    return replace(scene, reference=scene.run, seconds=seconds, batch_kinds=launched.batch_kinds)
+    return replace(trial, baseline=trial.run, seconds=seconds, batch_dtypes=launched.batch_dtypes)
 
 
 def _fails_anyway(configuration: Configuration, why: str) -> UserError:
@@ -130,22 +134,22 @@ def _fails_anyway(configuration: Configuration, why: str) -> UserError:
     return UserError(
         "this configuration fails without any fault",
         why=why,
-        fix=f"mend it first; all of its output: {shlex.join(['meshwright', *mask_words(words)])}",
+        fix=f"fix that first; all of its output: {shlex.join(['meshwright', *mask_words(words)])}",
     )
 
 
-def _drill(fault: Fault, scene: Scene) -> Row:
+def _inject(fault: Fault, trial: Trial) -> FaultResult:
     started = time.monotonic()
-    why_not = fault.why_not(scene)
+    why_not = fault.why_not(trial)
     if why_not:
-        return Row(fault.name, why_not, "not applicable", 0.0)
-    scene.folder.mkdir()
+        return FaultResult(fault.name, why_not, "not applicable", 0.0)
+    trial.folder.mkdir()
     verdict: Verdict = "passed"
     try:
-        happened = fault.play(scene)
-    except Missed as missed:
-        happened, verdict = str(missed), "failed"
-    return Row(fault.name, happened, verdict, time.monotonic() - started)
+        happened = fault.check(trial)
+    except NotSurvived as problem:
+        happened, verdict = str(problem), "failed"
+    return FaultResult(fault.name, happened, verdict, time.monotonic() - started)
 
 
 class _TimeLeft:

@@ -1,21 +1,21 @@
-"""`python -m meshwright.drill.worker train …`: a training command in which a fault happens.
+"""`python -m meshwright.drill.worker train …`: a training command into which a fault is injected.
 
-Only drills start it. It is the one place that puts faults into a process, before the command runs
-as always; `meshwright` itself knows nothing of them.
+Only drills and tests of faults start it. It registers the fault with the hooks of training, and
+then runs the command as always; `meshwright` itself knows nothing of faults.
 """
 
 from __future__ import annotations
 
 import runpy
 
-from meshwright.drill.fault_table import FAULTS
-from meshwright.drill.hooks import Hooks
+from meshwright.drill.fault_makers import IN_PROCESS
+from meshwright.drill.process import DrilledProcess
 
 if __name__ == "__main__":
-    hooks = Hooks.of_this_process()
-    hooks.note_process()
-    if hooks.told.fault:
-        FAULTS[hooks.told.fault].inject(hooks)
+    process = DrilledProcess.this()
+    process.note_process()
+    if process.instructions.fault:
+        IN_PROCESS[process.instructions.fault](process)
     else:
-        hooks.note_batch()
+        process.note_batch()
     runpy.run_module("meshwright", run_name="__main__")

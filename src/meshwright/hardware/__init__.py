@@ -15,7 +15,7 @@ from meshwright.hardware.table import (
 )
 
 MEMORY_SHARE = 0.9
-"""How much of a device's memory plans may take, and JAX is told to use.
+"""The share of a device's memory that plans may use, and that JAX allocates.
 
 The rest is for what JAX and the driver keep, and for the error of estimates.
 """

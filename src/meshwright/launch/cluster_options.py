@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from meshwright.errors import UserError
-from meshwright.launch.slurm_time import TIME, check_time_to_save
+from meshwright.text.units import counted
 
 SLURM_ONLY = {
     "--time": ("time limit of the SLURM job, such as 4:00:00", "LIMIT"),
@@ -44,6 +44,10 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SLURM_NAME = re.compile(r"[\w.,:@+-]+")
 _SLURM_OPTION = re.compile(r"--?[a-zA-Z][\w-]*(=[^\"'\\\n\r]*)?")
 _IMAGE = re.compile(r"[\w.:/@-]+")
+_TIME = re.compile(r"(?P<days>\d+-)?(?P<parts>\d+(:\d{1,2}){0,2})")
+"""Minutes, minutes:seconds or hours:minutes:seconds; with days, hours come first."""
+_SIGNAL_LEAD = 60
+"""How many seconds before the end SLURM sends a signal for which no time is given."""
 
 
 class ClusterKind(Enum):
@@ -63,8 +67,8 @@ class ClusterOptions:
         dry_run: whether to print it only.
         name: the name of the job.
         gpus_per_node: GPUs of each machine or pod; None leaves them out.
-        max_restarts: how often a job that failed is started again; preemptions do not count.
-        save_seconds: how long before its end a job is told to save.
+        max_restarts: how often a failed job is restarted; preemptions do not count.
+        save_seconds: how long before its end a job is asked to save.
         time: SLURM's time limit.
         partition: SLURM's partition.
         account: SLURM's account.
@@ -99,14 +103,15 @@ def read_cluster(given: Mapping[str, str]) -> ClusterOptions | None:
         return None
     if kind is not ClusterKind.SLURM and not given.get("--image"):
         raise UserError("--kubernetes needs a container image", fix="add --image REGISTRY/NAME:TAG")
+    restarts = whole_number(given, "--restarts", 0, 1000)
     options = ClusterOptions(
         kind,
         dry_run="--dry-run" in given,
         name=_name(given, kind),
-        gpus_per_node=_number(given, "--gpus-per-node", None, 1, 1024),
-        max_restarts=_number(given, "--restarts", 3, 0, 1000) or 0,
-        save_seconds=_number(given, "--save-seconds", 90, 1, 65535) or 90,
-        time=_matching(given, "--time", TIME, "--time 4:00:00 for four hours"),
+        gpus_per_node=whole_number(given, "--gpus-per-node", 1, 1024),
+        max_restarts=3 if restarts is None else restarts,
+        save_seconds=whole_number(given, "--save-seconds", 1, 65535) or 90,
+        time=_matching(given, "--time", _TIME, "--time 4:00:00 for four hours"),
         partition=_matching(given, "--partition", _SLURM_NAME, "a name that `sinfo` shows"),
         account=_matching(given, "--account", _SLURM_NAME, "a name without spaces or quotes"),
         sbatch=_sbatch(given.get("--sbatch", "")),
@@ -115,13 +120,13 @@ def read_cluster(given: Mapping[str, str]) -> ClusterOptions | None:
         namespace=_label(given, "--namespace"),
         queue=_label(given, "--queue"),
     )
-    check_time_to_save(options.time, options.save_seconds, options.sbatch)
+    _check_time_to_save(options.time, options.save_seconds, options.sbatch)
     return options
 
 
 def _kind(given: Mapping[str, str]) -> ClusterKind | None:
     if "--slurm" in given and "--kubernetes" in given:
-        raise UserError("--slurm and --kubernetes are two places", fix="leave one of them out")
+        raise UserError("--slurm and --kubernetes cannot be combined", fix="leave one of them out")
     if given.get("--slurm") or given.get("--dry-run"):
         flag = "--slurm" if given.get("--slurm") else "--dry-run"
         raise UserError(f"{flag} takes no value", fix=f"write {flag}")
@@ -153,13 +158,13 @@ def _check_flags_fit(given: Mapping[str, str], kind: ClusterKind | None) -> None
             )
         if flag in _ON_THE_MACHINE and kind is not None:
             raise UserError(
-                f"{flag} does not go with a job of a cluster",
+                f"{flag} cannot be used with a cluster job",
                 why="the cluster starts and ends the processes",
                 fix=f"leave {flag} out",
             )
     if kind in (ClusterKind.JOB, ClusterKind.JOB_SET) and "--coordinator" in given:
         raise UserError(
-            "--coordinator does not go with --kubernetes",
+            "--coordinator cannot be used with --kubernetes",
             why="process 0 runs in the first pod, whose name is known",
             fix="leave --coordinator out",
         )
@@ -194,12 +199,11 @@ def _matching(given: Mapping[str, str], flag: str, pattern: re.Pattern[str], fix
     return text
 
 
-def _number(
-    given: Mapping[str, str], flag: str, default: int | None, least: int, most: int
-) -> int | None:
+def whole_number(given: Mapping[str, str], flag: str, least: int, most: int) -> int | None:
+    """Return the value of a flag that takes a whole number; None if it was not given."""
     text = given.get(flag, "")
     if flag not in given:
-        return default
+        return None
     if not text.isdecimal() or not least <= int(text[:9]) <= most:
         raise UserError(f"{flag} {text}".strip() + " is not valid", fix=f"write {least} to {most}")
     return int(text)
@@ -219,3 +223,45 @@ def _sbatch(text: str) -> tuple[str, ...]:
                 fix="write --sbatch '--option=value --other=value', without quotes in the values",
             )
     return tuple(words)
+
+
+def limit_seconds(text: str) -> int | None:
+    """Return a time limit as SLURM reads it, in whole minutes; None if there is none."""
+    written = _TIME.fullmatch(text)
+    if written is None:
+        return None
+    parts = [int(part) for part in written["parts"].split(":")]
+    if written["days"]:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        hours += 24 * int(written["days"][:-1])
+    else:
+        first = [0] if len(parts) < 3 else []
+        hours, minutes, seconds = [*first, *parts, 0][:3]
+    # SLURM rounds up to minutes, and takes zero for no limit.
+    return -(-(3600 * hours + 60 * minutes + seconds) // 60) * 60 or None
+
+
+def _check_time_to_save(time: str, save_seconds: int, sbatch: Sequence[str]) -> None:
+    """Raise if a job would be asked to save before it starts.
+
+    Args:
+        time: the time limit; empty for that of the partition.
+        save_seconds: how long before its end the job is asked to save.
+        sbatch: further options of sbatch, which may replace both.
+    """
+    lead = save_seconds
+    for option in sbatch:
+        name, _, value = option.partition("=")
+        if name == "--time":
+            time = value
+        elif name == "--signal":
+            _, at, seconds = value.partition("@")
+            lead = int(seconds) if at and seconds.isdecimal() else _SIGNAL_LEAD
+    limit = limit_seconds(time)
+    if limit is None or limit > lead:
+        return
+    raise UserError(
+        f"--time {time} is too short for a job that has to save {lead} seconds before its end",
+        why=f"it is {counted(limit, 'second')}, so the job would have to save as soon as it starts",
+        fix=f"write a longer --time, or --save-seconds {max(limit // 3, 1)}",
+    )

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 
 from meshwright import processes
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.config.environment import read_environment, run_name
-from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright.errors import EnvironmentProblem, LostPeer, UserError, first_line
+from meshwright.processes.library_messages import is_lost_peer
 from meshwright.runtime.attempts import ProcessRange
 from meshwright.runtime.jax_internals import jax_has_started
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_RUNTIME_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
-_LOST = re.compile(
-    r"connection (reset|closed|refused)|broken pipe|socket closed|peer|nccl.*(remote|system) error"
-    r"|UNAVAILABLE|DEADLINE_EXCEEDED",
-    re.IGNORECASE,
-)
-"""How Gloo, NCCL and the coordinator report a lost connection."""
 
 
 def connect_processes(
@@ -137,14 +130,13 @@ def leave_at_once(code: int) -> None:
         os._exit(code)
 
 
-def explain_lost_peer(error: Exception) -> EnvironmentProblem | None:
+def explain_lost_peer(error: Exception) -> LostPeer | None:
     """Return an error if a collective failed because another process is gone, else None."""
-    text = first_line(error)
-    if not _connected() or type(error).__name__ not in _RUNTIME_ERRORS or not _LOST.search(text):
+    if not _connected() or not is_lost_peer(error):
         return None
-    return EnvironmentProblem(
+    return LostPeer(
         f"process {processes.process_index()} lost its connection to another process",
-        why=text,
+        why=first_line(error),
         fix="look at the output of the process that ended first",
     )
 

@@ -12,9 +12,9 @@ from meshwright.errors import ExitCode
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.processes_left import (
     TRIES,
-    Change,
     Failures,
     Gathered,
+    NextAttempt,
     Wanted,
     has_no_mesh,
 )
@@ -23,7 +23,7 @@ from meshwright.launch.whole_run import WholeRun
 from meshwright.processes import join_timeout, own_interface
 from meshwright.processes.ports import Address
 from meshwright.processes.rendezvous import Meeting, Member, call_roll
-from meshwright.runtime.attempts import Fit, ProcessRange, fits_from_json
+from meshwright.runtime.attempts import Fit, ProcessRange
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MachinesLeft:
     notify: Callable[[str], None]
     _members: list[int] = field(default_factory=list[int])
     _failures: Failures = field(default_factory=Failures)
-    _fits: dict[int, Fit] = field(default_factory=dict[int, Fit])
+    _fits: Mapping[int, Fit] = field(default_factory=dict[int, Fit])
     _most: int = 0
 
     def __post_init__(self) -> None:
@@ -89,9 +89,9 @@ class MachinesLeft:
             raise answer
         return self._gathered(answer)
 
-    def after(self, outcome: Outcome, *, progress: bool) -> Change | None:
+    def after(self, outcome: Outcome, *, progress: bool) -> NextAttempt | None:
         """Leave the run if a process of this machine does not come back."""
-        self._fits = fits_from_json(outcome.meshes) or self._fits
+        self._fits = outcome.fits or self._fits
         if has_no_mesh(outcome, self._fits, len(self._members) * self.options.nprocs):
             return self._without_mesh()
         if outcome.code in (ExitCode.BAD_INPUT, ExitCode.NOT_FINITE):
@@ -99,18 +99,18 @@ class MachinesLeft:
         failed = self._failures.are_enough(outcome.rank, progress=progress)
         if not failed or self._me == 0:
             return None
-        return Change(
+        return NextAttempt(
             f"process {outcome.rank} did not come back after {TRIES} tries; this machine leaves "
-            f"the run, and the others go on without it if they are enough "
+            f"the run, and the others continue without it if enough are left "
             f"(--min-nodes {self._wanted.least})",
             ends=True,
         )
 
-    def _without_mesh(self) -> Change:
+    def _without_mesh(self) -> NextAttempt:
         count = self._wanted.most(len(self._members) - 1, self._fits)
         text = self._wanted.describe(len(self._members), count, self._fits)
         self._most = count or 0
-        return Change(text, ends=not count, code=ExitCode.NOTHING_FITS, is_fresh=True)
+        return NextAttempt(text, ends=not count, code=ExitCode.NOTHING_FITS, is_fresh=True)
 
     def _call_roll(self) -> list[int]:
         run, wanted = self.first, self._wanted

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from typing import IO
 
+from meshwright.processes.library_messages import (
+    CRASH_DUMP,
+    GLOO_CONNECTED,
+    SILENT,
+    SILENT_NUMBERS,
+    TERMINATED,
+    TRACEBACK_END,
+)
+from meshwright.runtime.attempts import Report
+
 _ERROR = re.compile(rb"(internal )?error: ")
-_GLOO_CONNECTED = b"[Gloo] Rank "
-"""What Gloo prints on stdout, once per device, when it has connected."""
-_CAUSE = re.compile(rb"(?:internal )?error: (.+)|((?:\w+\.)*\w*(?:Error|Exception): .+)")
-"""How a process says why it fails: Meshwright's own errors, and the end of a traceback."""
-_CONSEQUENCE = re.compile(
-    rb"error: process \d+ lost |lost its connection to the other processes"
-    rb"|stop: failed: .*(Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED)"
-)
-"""What processes say because another one is gone."""
-_LOST = b"Terminating process because the JAX distributed service detected fatal errors"
-_CRASH_DUMP = re.compile(
-    rb"[IWEF]\d{4} [\d:.]+ +\d+ (preemption_\w+\.cc|coordination_\w+\.cc|client\.h)"
-    rb"|Additional GRPC error information|:UNKNOWN:Error received|RPC: /"
-    rb"|\*\*\* Check failure stack trace|\s+@ +0x"
-)
-"""What JAX prints when it ends a process whose peers are gone."""
-_SILENT = b"(stopped sending heartbeats):"
-_SILENT_NUMBERS = re.compile(rb"[\d, ]+\n|The tasks have crashed\.|\n")
-"""What follows in the lines after it: the processes that are gone, and advice."""
 
 
 class MergedOutput:
@@ -33,62 +25,76 @@ class MergedOutput:
 
     An error that several processes report is shown once. Errors are those of Meshwright's command
     line: a line ``error: …`` and the indented lines after it. Messages of Gloo about connections
-    are left out, and those of JAX about lost peers become one line. Errors about a lost connection
-    are kept until `release`, so that the error of the process that is gone comes first.
+    are left out, and those of JAX about lost peers become one line. What a process prints once it
+    has lost another is kept until `release`, so that the error of the process that is gone comes
+    first.
+
+    Args:
+        target: where the lines go.
+        report_of: returns what a process has reported.
 
     Attributes:
-        causes: by process, its first error.
-        left_behind: the processes whose first error is that others are gone.
         silent: the processes that gave no sign of life any more, as the others say.
     """
 
-    def __init__(self, target: IO[bytes]) -> None:
-        self._target = target
+    def __init__(
+        self, target: IO[bytes], report_of: Callable[[int], Report] = lambda _: Report()
+    ) -> None:
+        self._target, self._report_of = target, report_of
         self._lock = threading.Lock()
         self._errors: set[bytes] = set()
         self._held: list[bytes] = []
-        self.causes: dict[int, str] = {}
-        self.left_behind: set[int] = set()
+        self._raised: dict[int, str] = {}
+        self._terminated: set[int] = set()
         self.silent: set[int] = set()
 
     def pump(self, rank: int, source: IO[bytes]) -> None:
         """Copy everything a process prints until it closes the stream."""
-        repeated = held = silent = False
+        repeated = silent = False
         for line in source:
             with self._lock:
-                if silent and _SILENT_NUMBERS.match(line):
+                if silent and SILENT_NUMBERS.match(line):
                     self.silent |= {int(number) for number in re.findall(rb"\d+", line)}
                     continue
-                silent = _SILENT in line
-                if _LOST in line:
-                    line = b"lost its connection to the other processes\n"
+                silent = SILENT in line
                 self._note(rank, line)
+                if TERMINATED in line:
+                    line = b"lost its connection to the other processes\n"
                 if _ERROR.match(line):
                     repeated = line in self._errors
                     self._errors.add(line)
                 elif not line.startswith(b"  "):
                     repeated = False
-                if not line.startswith(b"  "):
-                    held = bool(_CONSEQUENCE.match(line))
-                if repeated or line.startswith(_GLOO_CONNECTED) or _CRASH_DUMP.match(line):
+                if repeated or line.startswith(GLOO_CONNECTED) or CRASH_DUMP.match(line):
                     continue
                 shown = b"[%d] %s" % (rank, line)
-                self._held.append(shown) if held else self._write(shown)
+                self._held.append(shown) if self.is_left_behind(rank) else self._write(shown)
 
     def release(self) -> None:
-        """Print the errors about lost connections."""
+        """Print what processes said after they had lost another."""
         with self._lock:
             for line in self._held:
                 self._write(line)
             self._held.clear()
 
+    def cause(self, rank: int) -> str:
+        """Return why a process failed, in one line; empty if it has not said so."""
+        return self._report_of(rank).error or self._raised.get(rank, "")
+
+    def is_left_behind(self, rank: int) -> bool:
+        """Whether a process fails only because another one is gone."""
+        return rank in self._terminated or self._report_of(rank).lost_peer
+
     def _note(self, rank: int, line: bytes) -> None:
-        """Remember what the line says about the run."""
-        if rank not in self.causes and _CONSEQUENCE.match(line):
-            self.left_behind.add(rank)
-        if cause := _CAUSE.match(line):
-            text = (cause[1] or cause[2]).decode(errors="replace").strip()
-            self.causes.setdefault(rank, text)
+        """Remember what a library prints about the end of a process."""
+        if TERMINATED in line and not self.cause(rank):
+            self._terminated.add(rank)
+        if TRACEBACK_END.match(line):
+            self._raised.setdefault(rank, line.decode(errors="replace").strip())
+
+    def notify(self, text: str) -> None:
+        """Print a line that is marked as the launcher's."""
+        self.say(f"launch: {text}")
 
     def say(self, text: str) -> None:
         """Print a line of the launcher itself."""
@@ -101,24 +107,4 @@ class MergedOutput:
             self._target.flush()
         except (BrokenPipeError, ValueError):
             # The reader is gone; the processes continue, and their exit codes still count.
-            pass
-
-
-class LauncherLines:
-    """Prints the lines of the launcher itself, outside of attempts.
-
-    Args:
-        target: where they go.
-    """
-
-    def __init__(self, target: IO[bytes]) -> None:
-        self._target = target
-
-    def __call__(self, text: str) -> None:
-        """Print a line."""
-        try:
-            self._target.write(f"launch: {text}\n".encode(errors="backslashreplace"))
-            self._target.flush()
-        except (BrokenPipeError, ValueError):
-            # The reader is gone; exit codes still count.
             pass

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from meshwright.errors import UserError, did_you_mean
 from meshwright.launch.cluster_options import (
@@ -15,6 +13,7 @@ from meshwright.launch.cluster_options import (
     ClusterKind,
     ClusterOptions,
     read_cluster,
+    whole_number,
 )
 
 FLAGS = {
@@ -35,12 +34,12 @@ FLAGS = {
         "SECONDS",
     ),
     "--restarts": (
-        "how often all are started again after a failure (default 0, jobs of clusters 3, with "
+        "how often to restart all processes after a failure (default 0, jobs of clusters 3, with "
         "--min-procs or --min-nodes 10)",
         "N",
     ),
     "--min-procs": (
-        "go on with the processes that are left, down to N, if some do not come back",
+        "continue with as few as N processes if some do not come back",
         "N",
     ),
     "--min-nodes": ("the same for machines; give it to each launch of the run", "N"),
@@ -63,7 +62,7 @@ MAX_PROCESSES = 256
 MAX_NODES = 65_536
 MAX_RESTARTS = 1000
 ELASTIC_RESTARTS = 10
-"""Restarts of a run that may go on with fewer processes, unless the user says how many."""
+"""Default restarts of a run that may continue with fewer processes."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,10 @@ class LaunchOptions:
         join_seconds: how long processes wait for each other; None for the default.
         lost_seconds: after how long a silent machine counts as lost; None for the default.
         cluster: how to submit it to a cluster; None to start processes on this machine.
-        restarts: how often all processes are started again after a failure.
+        restarts: how often all processes are restarted after a failure.
         hang_seconds: how long an update may make no progress; None for the default.
-        min_procs: the fewest processes to go on with; None if all have to be there.
-        min_nodes: the fewest machines to go on with; None if all have to be there.
+        min_procs: the fewest processes to continue with; None if all are needed.
+        min_nodes: the fewest machines to continue with; None if all are needed.
     """
 
     program: tuple[str, ...]
@@ -128,17 +127,17 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
     _check_machines(given)
     return LaunchOptions(
         program,
-        nprocs=_count("--nprocs", given.get("--nprocs", "1")),
-        devices_per_process=_optional(given, "--devices-per-process", _count),
-        grace_seconds=_optional(given, "--grace", _seconds),
-        nodes=_optional(given, "--nodes", partial(_count, most=MAX_NODES)),
-        node_rank=_optional(given, "--node-rank", partial(_count, least=0, most=MAX_NODES)),
+        nprocs=whole_number(given, "--nprocs", 1, MAX_PROCESSES) or 1,
+        devices_per_process=whole_number(given, "--devices-per-process", 1, MAX_PROCESSES),
+        grace_seconds=_seconds(given, "--grace"),
+        nodes=whole_number(given, "--nodes", 1, MAX_NODES),
+        node_rank=whole_number(given, "--node-rank", 0, MAX_NODES),
         coordinator=given.get("--coordinator", ""),
-        join_seconds=_optional(given, "--join-timeout", partial(_seconds, least=1)),
-        lost_seconds=_optional(given, "--lost-timeout", partial(_seconds, least=1)),
+        join_seconds=_seconds(given, "--join-timeout", least=1),
+        lost_seconds=_seconds(given, "--lost-timeout", least=1),
         cluster=cluster,
         restarts=_restarts(given),
-        hang_seconds=_optional(given, "--hang-timeout", _seconds),
+        hang_seconds=_seconds(given, "--hang-timeout"),
         min_procs=_fewest(given, "--min-procs", "--nprocs"),
         min_nodes=_fewest(given, "--min-nodes", "--nodes"),
     )
@@ -167,20 +166,20 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
 
 def _restarts(given: Mapping[str, str]) -> int:
     elastic = next((flag for flag in ("--min-procs", "--min-nodes") if flag in given), None)
-    count = _optional(given, "--restarts", partial(_count, least=0, most=MAX_RESTARTS))
+    count = whole_number(given, "--restarts", 0, MAX_RESTARTS)
     if elastic is None or count is None:
         return count or (0 if elastic is None else ELASTIC_RESTARTS)
     if count == 0:
         raise UserError(
             f"--restarts 0 contradicts {elastic}",
-            why="going on with fewer processes starts them again",
+            why="continuing with fewer processes restarts them",
             fix=f"leave --restarts out for {ELASTIC_RESTARTS}, or write a larger number",
         )
     return count
 
 
 def _fewest(given: Mapping[str, str], flag: str, of: str) -> int | None:
-    """Return how many processes or machines are enough to go on; None if all are needed."""
+    """Return the fewest processes or machines to continue with; None if all are needed."""
     if flag not in given:
         return None
     several = given.get("--nodes", "1") != "1"
@@ -192,8 +191,8 @@ def _fewest(given: Mapping[str, str], flag: str, of: str) -> int | None:
             + (": a machine takes part with all its processes" if several else ""),
             fix=f"write {other} instead",
         )
-    fewest, most = _count(flag, given[flag], most=MAX_NODES), int(given.get(of, "1"))
-    if fewest > most:
+    fewest, most = whole_number(given, flag, 1, MAX_NODES), int(given.get(of, "1"))
+    if fewest is not None and fewest > most:
         raise UserError(f"{flag} {fewest} is more than {of} {most}", fix=f"write 1 to {most}")
     return fewest
 
@@ -222,10 +221,6 @@ def _check_machines(given: Mapping[str, str]) -> None:
         )
 
 
-def _optional(given: Mapping[str, str], flag: str, read: Callable[[str, str], Any]) -> Any:
-    return read(flag, given[flag]) if flag in given else None
-
-
 def _is_own_command(program: tuple[str, ...]) -> bool:
     return program[0] != "-m" and not program[0].endswith(".py")
 
@@ -249,13 +244,10 @@ def _check_program(program: tuple[str, ...], *, is_here: bool) -> None:
         )
 
 
-def _count(flag: str, text: str, *, least: int = 1, most: int = MAX_PROCESSES) -> int:
-    if not text.isdecimal() or not least <= int(text[:9]) <= most:
-        raise UserError(f"{flag} {text} is not valid", fix=f"write {least} to {most}")
-    return int(text)
-
-
-def _seconds(flag: str, text: str, *, least: float = 0) -> float:
+def _seconds(given: Mapping[str, str], flag: str, *, least: float = 0) -> float | None:
+    if flag not in given:
+        return None
+    text = given[flag]
     try:
         seconds = float(text)
     except ValueError:

@@ -10,20 +10,20 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.supervise import Outcome, Requests
 from meshwright.launch.whole_run import WholeRun, find_run
-from meshwright.runtime.attempts import Fit, ProcessRange, fits_from_json
+from meshwright.runtime.attempts import Fit, ProcessRange
 from meshwright.text.units import counted
 
 TRIES = 2
-"""How often a process that failed is started again without a new checkpoint before it is given up:
-the first failure may have been an accident."""
+"""How often a failed process is restarted without a new checkpoint before it is given up: the first
+failure may have been an accident."""
 
 
 @dataclass(frozen=True)
-class Change:
+class NextAttempt:
     """What the end of an attempt means for the next one.
 
     Attributes:
-        text: what to tell the user.
+        text: what to print.
         ends: whether there is no next one here.
         code: the exit code if so; None for that of the attempt.
         is_fresh: whether earlier attempts say nothing about the next one.
@@ -62,8 +62,8 @@ class Team(Protocol):
         """Return who takes part in the next attempt; None if a signal asks to stop."""
         ...
 
-    def after(self, outcome: Outcome, *, progress: bool) -> Change | None:
-        """Draw the conclusions from an attempt; None if nothing changes."""
+    def after(self, outcome: Outcome, *, progress: bool) -> NextAttempt | None:
+        """Return what an attempt means for the next one; None if nothing changes."""
         ...
 
 
@@ -97,14 +97,14 @@ class ProcessesLeft:
     _lost: set[int] = field(default_factory=set[int])
     _used: Sequence[int] = ()
     _failures: Failures = field(default_factory=Failures)
-    _fits: dict[int, Fit] = field(default_factory=dict[int, Fit])
+    _fits: Mapping[int, Fit] = field(default_factory=dict[int, Fit])
 
     def __post_init__(self) -> None:
         """Refuse to leave out processes of which other machines would not know."""
         if self.options.min_procs is not None and self.first.is_shared:
             raise UserError(
                 "--min-procs is for one machine",
-                why=f"the environment tells of {self.first.world_size} processes on several",
+                why=f"the environment has {self.first.world_size} processes on several machines",
                 fix="write --nodes with their number, and --min-nodes instead of --min-procs",
             )
 
@@ -125,11 +125,11 @@ class ProcessesLeft:
             run = replace(run, world_size=len(self._used))
         return Gathered(run, self._used)
 
-    def after(self, outcome: Outcome, *, progress: bool) -> Change | None:
+    def after(self, outcome: Outcome, *, progress: bool) -> NextAttempt | None:
         """Give up a process that does not come back, or a number without a mesh."""
         if self.options.min_procs is None:
             return None
-        self._fits = fits_from_json(outcome.meshes) or self._fits
+        self._fits = outcome.fits or self._fits
         if has_no_mesh(outcome, self._fits, len(self._used)):
             return self._choose("", [*self._used][:-1])
         if outcome.rank is None or outcome.code in (ExitCode.BAD_INPUT, ExitCode.NOT_FINITE):
@@ -143,16 +143,16 @@ class ProcessesLeft:
         # What fails in training may well fail without this process too.
         return replace(change, is_fresh=outcome.watch.update_of(outcome.rank) is None)
 
-    def _choose(self, lost: str, left: Sequence[int]) -> Change:
+    def _choose(self, lost: str, left: Sequence[int]) -> NextAttempt:
         """Use as many of the places as have a mesh."""
         wanted = Wanted(self.options.nprocs, self.options.min_procs or 1)
         count = wanted.most(len(left), self._fits)
         text = wanted.describe(len(left), count, self._fits)
         if count is None:
             code = None if len(left) < wanted.least else ExitCode.NOTHING_FITS
-            return Change("; ".join(filter(None, (lost, text))), ends=True, code=code)
+            return NextAttempt("; ".join(filter(None, (lost, text))), ends=True, code=code)
         self._used = left[:count]
-        return Change("; ".join(filter(None, (lost, text))), is_fresh=True)
+        return NextAttempt("; ".join(filter(None, (lost, text))), is_fresh=True)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Wanted:
 
     Attributes:
         full: the number if all are there.
-        least: the fewest to go on with.
+        least: the fewest to continue with.
         each: processes of each, where machines are counted; 0 where processes are.
     """
 
@@ -175,7 +175,7 @@ class Wanted:
         return next((n for n in counts if not self._fit(n, fits).problem), None)
 
     def describe(self, left: int, chosen: int | None, fits: Mapping[int, Fit]) -> str:
-        """Return how the run goes on with those that are left, or why it does not."""
+        """Return how the run continues with those that are left, or why it cannot."""
         flag = f"--min-{'nodes' if self.each else 'procs'} {self.least}"
         if left < self.least:
             return f"{self._counted(left)} left, fewer than {flag}"
@@ -187,7 +187,7 @@ class Wanted:
             return f"{self._counted(left)} left, and {flag}, but {why}"
         mesh = self._fit(chosen, fits).mesh
         on = f" on {'mesh ' * ('=' in mesh)}{mesh}" if mesh else ""
-        text = f"going on with {chosen} of {self._counted(self.full)} ({flag}){on}"
+        text = f"continuing with {chosen} of {self._counted(self.full)} ({flag}){on}"
         return f"{text}, because there is {why}" if why else text
 
     def _fit(self, count: int, fits: Mapping[int, Fit]) -> Fit:

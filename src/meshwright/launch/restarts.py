@@ -13,7 +13,7 @@ from typing import IO
 from meshwright.errors import ExitCode
 from meshwright.launch.environments import environments
 from meshwright.launch.options import LaunchOptions
-from meshwright.launch.processes_left import Change, Gathered, Team
+from meshwright.launch.processes_left import Gathered, NextAttempt, Team
 from meshwright.launch.supervise import Outcome, Requests, Supervisor
 from meshwright.runtime.attempts import EarlierAttempts
 from meshwright.text.masking import mask_text
@@ -74,7 +74,7 @@ class Attempts:
                     self._summarize(outcome, end)
                     return outcome.code if change is None or change.code is None else change.code
                 if change is not None:
-                    self._tell(change.text)
+                    self._log(change.text)
                 if not self._wait(outcome):
                     break
             return ExitCode.PREEMPTED
@@ -84,9 +84,9 @@ class Attempts:
             self.say(gathered.text)
         run_dir = "" if self._run_dir is None else str(self._run_dir)
         earlier = EarlierAttempts(self._done, self._started, self._useful, run_dir, self._failure)
-        told = earlier.to_environment()
+        shared = earlier.to_environment()
         if (allowed := self.team.allowed) is not None:
-            told |= allowed.to_environment()
+            shared |= allowed.to_environment()
         own = environments(self.options, self.environ, run=gathered.run, places=gathered.places)
         supervisor = Supervisor(
             self.options.command,
@@ -96,12 +96,12 @@ class Attempts:
             hang_seconds=self.options.hang_seconds,
             remedy=self._remedy(),
         )
-        outcome = supervisor.run([{**each, **told} for each in own])
+        outcome = supervisor.run([{**each, **shared} for each in own])
         self._done += 1
         self._failure = outcome.text
         return outcome
 
-    def _change(self, outcome: Outcome) -> Change | None:
+    def _change(self, outcome: Outcome) -> NextAttempt | None:
         """Note how an attempt ended, and return what it changes for the next one."""
         progress = self._note(outcome)
         if outcome.asked or not self._may_restart():
@@ -127,8 +127,8 @@ class Attempts:
     def _may_restart(self) -> bool:
         return self._done <= self.options.restarts
 
-    def _why_end(self, outcome: Outcome, change: Change | None) -> str | None:
-        """Return why there is no other attempt, empty if that is plain; None for another one."""
+    def _why_end(self, outcome: Outcome, change: NextAttempt | None) -> str | None:
+        """Return why there is no other attempt, empty if that is obvious; else None."""
         if change is not None:
             return change.text if change.ends else None
         if outcome.asked or outcome.code in FINAL_CODES or not self.options.restarts:
@@ -147,16 +147,16 @@ class Attempts:
         start = "from the beginning"
         if self._committed is not None:
             start = f"from the checkpoint of update {self._committed}"
-        self._tell(
+        self._log(
             f"{outcome.text}; restart {self._done} of {self.options.restarts} in "
             f"{seconds:g} s, {start}"
         )
         if self._requests.take(timeout=seconds) is None:
             return True
-        self._tell("stopped before the restart; the same command goes on" + self._folder_hint())
+        self._log("stopped before the restart; the same command resumes" + self._folder_hint())
         return False
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         """Print a line, and keep it in the run folder: the processes may not have known."""
         self.say(text)
         if self._run_dir is not None:
@@ -166,10 +166,10 @@ class Attempts:
     def _summarize(self, outcome: Outcome, end: str) -> None:
         """Say at the end what failed, why there is no other attempt, and how time was spent."""
         if outcome.text and not outcome.asked:
-            self._tell("; ".join(filter(None, (outcome.text, end))) + self._how_to_go_on(outcome))
+            self._log("; ".join(filter(None, (outcome.text, end))) + self._how_to_go_on(outcome))
         if self._done > 1:
             wall = max(time.time() - self._started, 1e-9)
-            self._tell(
+            self._log(
                 f"goodput {min(self._useful / wall, 1):.0%}: {human_seconds(self._useful)} of "
                 f"{human_seconds(wall)} were updates that count, in "
                 f"{counted(self._done, 'attempt')}"
@@ -179,7 +179,7 @@ class Attempts:
         final = outcome.code in FINAL_CODES and outcome.code != ExitCode.PREEMPTED
         if final or self._committed is None:
             return ""
-        return f"; update {self._committed} is saved, and the same command goes on from it" + (
+        return f"; update {self._committed} is saved, and the same command resumes from it" + (
             self._folder_hint()
         )
 
@@ -190,8 +190,8 @@ class Attempts:
 
     def _remedy(self) -> str:
         if self._done < self.options.restarts:
-            return "all processes are started again"
-        return "" if self.options.restarts else "--restarts N starts all processes again"
+            return "all processes are restarted"
+        return "" if self.options.restarts else "--restarts N restarts all processes"
 
 
 def newest_checkpoint(run_dir: Path | None) -> int | None:

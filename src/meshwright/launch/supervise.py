@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -11,8 +10,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -22,7 +21,8 @@ from meshwright.launch import guard
 from meshwright.launch.merged_output import MergedOutput
 from meshwright.launch.stacks import dump_stacks, keep_stacks
 from meshwright.launch.watch import HANG_SECONDS, Stuck, Watch
-from meshwright.runtime.heartbeat import HEARTBEAT_FILE, folder_file, meshes_file
+from meshwright.runtime.attempts import Fit, Report
+from meshwright.runtime.heartbeat import HEARTBEAT_FILE, report_file
 
 GRACE_AFTER_FAILURE = 8.0
 """Seconds; the others can only wait for the process that failed, so they need little time."""
@@ -34,8 +34,6 @@ STOP_DELAY = 5.0
 """The same if one has stopped by request: they stop with it, and a signal might cut that short."""
 
 _NEVER = float("inf")
-_MISSING = re.compile(r"processes joined, missing process(?:es)? ([\d, …]+) after")
-"""How process 0 reports who did not come to the rendezvous."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -51,7 +49,7 @@ class Outcome:
         watch: what the heartbeats said.
         rank: the process that failed or hung; None without one, or if that was because another
             one is gone.
-        meshes: what the processes said about going on with fewer, as JSON; empty for nothing.
+        fits: by number of processes, whether the run can continue with that many; empty if unknown.
     """
 
     code: int
@@ -60,7 +58,7 @@ class Outcome:
     run_dir: Path | None
     watch: Watch
     rank: int | None = None
-    meshes: str = ""
+    fits: Mapping[int, Fit] = field(default_factory=dict[int, Fit])
 
 
 class Requests:
@@ -117,7 +115,8 @@ class Supervisor:
         self._grace = grace_seconds
         self._hang = HANG_SECONDS if hang_seconds is None else hang_seconds
         self._remedy = remedy
-        self._merged = MergedOutput(stderr)
+        self._merged = MergedOutput(stderr, self._report_of)
+        self._reports: dict[int, Report] = {}
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._pumps: dict[int, list[threading.Thread]] = {}
         self._running: set[int] = set()
@@ -144,7 +143,7 @@ class Supervisor:
                 self._look()
                 self._end_processes()
             self._watch.look({}, force=True)
-            run_dir, meshes = self._run_dir(), self._meshes()
+            reports = [self._report_of(rank) for rank in ranks]
         # The group has ended, so the pipes are closed.
         for pump in chain.from_iterable(self._pumps.values()):
             pump.join()
@@ -153,10 +152,10 @@ class Supervisor:
             self._code(),
             self._asked,
             self._text(),
-            run_dir,
+            self._run_dir(),
             self._watch,
             self._culprit(),
-            meshes,
+            next((report.fits for report in reports if report.fits), {}),
         )
 
     def _start(self, rank: int, environ: Mapping[str, str], group: int) -> None:
@@ -222,8 +221,8 @@ class Supervisor:
         if self._failure is None or self._asked:
             return False
         by_itself = returncode > 0 and returncode != ExitCode.PREEMPTED
-        left_behind = self._merged.left_behind
-        return by_itself and self._failure[0] in left_behind and rank not in left_behind
+        is_left_behind = self._merged.is_left_behind
+        return by_itself and is_left_behind(self._failure[0]) and not is_left_behind(rank)
 
     def _look(self) -> None:
         """Look at the heartbeats, unless the processes are ending anyway."""
@@ -232,7 +231,7 @@ class Supervisor:
         pids = {rank: self._workers[rank].pid for rank in sorted(self._running)}
         self._stuck = self._watch.look(pids)
         for straggler in self._watch.stragglers.take():
-            self._merged.say(f"launch: {straggler}")
+            self._merged.notify(str(straggler))
         if self._stuck is not None:
             self._end_stuck(self._stuck, pids)
 
@@ -277,10 +276,10 @@ class Supervisor:
         if self._failure is None:
             return ""
         rank, returncode = self._failure
-        if rank in self._merged.left_behind and (silent := sorted(self._merged.silent)):
+        if self._merged.is_left_behind(rank) and (silent := sorted(self._merged.silent)):
             who = "process" if len(silent) == 1 else "processes"
             return f"process {rank} lost {who} {', '.join(map(str, silent))}{self._when(rank)}"
-        cause = self._merged.causes.get(rank, "")
+        cause = self._merged.cause(rank)
         # Processes run ahead of the update that they find out about.
         when = "" if " update " in cause else self._when(rank)
         why = f": {cause}" if cause else ""
@@ -295,32 +294,29 @@ class Supervisor:
             return ExitCode.CHECK_FAILED
         return 0 if self._failure is None else exit_code(self._failure[1])
 
-    def _run_dir(self) -> Path | None:
-        """Return the run folder that the first process here has named; None if it has not."""
-        try:
-            return Path(folder_file(self._files[min(self._files)]).read_text(encoding="utf-8"))
-        except OSError:
-            return None
+    def _report_of(self, rank: int) -> Report:
+        """Return what a process has reported; its file is gone when the group has ended."""
+        known = self._reports.get(rank, Report())
+        self._reports[rank] = Report.read(report_file(self._files[rank])) or known
+        return self._reports[rank]
 
-    def _meshes(self) -> str:
-        for file in self._files.values():
-            with suppress(OSError):
-                return meshes_file(file).read_text(encoding="utf-8")
-        return ""
+    def _run_dir(self) -> Path | None:
+        """Return the run folder of the first process here; None if it has not reported one."""
+        named = self._report_of(min(self._files)).run_dir
+        return Path(named) if named else None
 
     def _culprit(self) -> int | None:
         """Return the process that failed by itself, as far as that is known."""
         if self._stuck is not None:
             return self._stuck.ranks[0] if len(self._stuck.ranks) == 1 else None
-        if self._failure is None or self._failure[0] in self._merged.left_behind:
+        if self._failure is None or self._merged.is_left_behind(self._failure[0]):
             return None
         rank = self._failure[0]
-        missing = _MISSING.search(self._merged.causes.get(rank, ""))
-        if missing is None:
+        absent = self._report_of(rank).absent
+        if not absent:
             return rank
-        # Process 0 says who did not join; of several, none is to blame more than another.
-        absent = int(missing[1]) if missing[1].isdecimal() else None
-        return absent if absent in self._workers else None
+        # Of several that did not join, none is to blame more than another.
+        return absent[0] if len(absent) == 1 and absent[0] in self._workers else None
 
     def _send(self, number: int) -> None:
         for rank in self._running:

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.launch.stragglers import Stragglers
-from meshwright.runtime.heartbeat import DOING_TEXT, Beat, Doing, read_beat
+from meshwright.runtime.heartbeat import Beat, Doing, read_beat
 from meshwright.text.units import human_seconds
 
 HANG_SECONDS = 600.0
@@ -20,21 +19,113 @@ PATIENT_SECONDS = 1800.0
 UPDATES = 20
 """A hang is at least as long as this many updates."""
 STOPPED_SECONDS = 2.0
-"""How long a process may be stopped by a signal: a stop for an instant harms nobody."""
+"""How long a process may be stopped by a signal: a short stop does no harm."""
 LOOK_SECONDS = 0.25
 
 _PATIENT = (Doing.COMPILING, Doing.EVALUATING, Doing.SAVING)
 _UNWATCHED = (Doing.STARTING, Doing.ENDED)
 """Before and after training, a process may do anything; waiting for others has its own limits."""
 
+SLOWER = 1.5
+"""A straggler takes this many times as long as the median of the others."""
+LEAST_SHARE = 0.1
+"""And loses at least this share of an update, so that noise of microseconds does not count."""
+WINDOW_SECONDS = 5.0
+WINDOW_UPDATES = 10
+LONGEST_WINDOW = 3600.0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow process.
+
+    Attributes:
+        rank: its number.
+        what: what takes it long: its own work, or waiting for its input.
+        seconds: its seconds per update for that.
+        others: the median of the others.
+        update_seconds: seconds of a whole update.
+        updates: updates of the window.
+    """
+
+    rank: int
+    what: str
+    seconds: float
+    others: float
+    update_seconds: float
+    updates: int
+
+    def __str__(self) -> str:
+        """Return a line with the ratio and the numbers it is made of."""
+        ratio = self.seconds / max(self.others, 1e-6)
+        ratio_text = f"{ratio:.1f}" if ratio < 100 else "over 100"
+        return (
+            f"process {self.rank} is slow: {self.what} takes {1000 * self.seconds:.1f} ms per "
+            f"update, {ratio_text} times the median of the others "
+            f"({1000 * self.others:.1f} ms), and an update {1000 * self.update_seconds:.0f} ms "
+            f"(over {self.updates} updates); the others wait for it"
+        )
+
+
+class Stragglers:
+    """Compares processes over a window of updates, which doubles whenever one has been named."""
+
+    def __init__(self) -> None:
+        self._start: dict[int, Beat] = {}
+        self._seconds = WINDOW_SECONDS
+        self._found: list[Straggler] = []
+
+    def add(self, beats: Mapping[int, Beat]) -> None:
+        """Add the newest beats of all processes."""
+        training = {rank: beat for rank, beat in beats.items() if beat.first >= 0}
+        if len(training) < 2:
+            return
+        begun = {rank: self._start.get(rank) for rank in training}
+        # The first updates do one-time work.
+        if any(
+            start is None or start.first != training[rank].first for rank, start in begun.items()
+        ):
+            ready = all(beat.update > beat.first + 2 for beat in training.values())
+            self._start = dict(training) if ready else {}
+            return
+        spans = [(self._start[rank], beat) for rank, beat in training.items()]
+        long = all(new.time - old.time >= self._seconds for old, new in spans)
+        if long and all(new.update - old.update >= WINDOW_UPDATES for old, new in spans):
+            self._compare(training)
+            self._start = dict(training)
+
+    def take(self) -> list[Straggler]:
+        """Return the stragglers found since the last call."""
+        found, self._found = self._found, []
+        return found
+
+    def _compare(self, beats: Mapping[int, Beat]) -> None:
+        found: list[Straggler] = []
+        for what, kind in (("its own work", "own_work"), ("waiting for input", "input_wait")):
+            each = {
+                rank: (getattr(new, kind) - getattr(old, kind)) / (new.update - old.update)
+                for rank, new in beats.items()
+                for old in (self._start[rank],)
+            }
+            for rank, seconds in each.items():
+                others = statistics.median(s for other, s in each.items() if other != rank)
+                old, new = self._start[rank], beats[rank]
+                updates = new.update - old.update
+                whole = (new.useful - old.useful) / updates
+                if seconds > SLOWER * others and seconds - others > LEAST_SHARE * whole:
+                    found.append(Straggler(rank, what, seconds, others, whole, updates))
+        self._found += found
+        if found:
+            self._seconds = min(2 * self._seconds, LONGEST_WINDOW)
+
 
 @dataclass(frozen=True)
 class Stuck:
-    """Processes that do not go on.
+    """Processes that make no progress.
 
     Attributes:
         ranks: their numbers; several if they stand at the same point.
-        cause: what is known of them.
+        cause: why they are known to hang.
         update: the update they are at; None before training.
     """
 
@@ -43,7 +134,7 @@ class Stuck:
     update: int | None
 
     def __str__(self) -> str:
-        """Return which processes hang, where, and why that is known."""
+        """Return which processes hang, where, and how that was noticed."""
         numbers = ", ".join(map(str, self.ranks))
         who = f"process {numbers} hangs" if len(self.ranks) == 1 else f"processes {numbers} hang"
         when = "" if self.update is None else f" at update {self.update}"
@@ -71,7 +162,7 @@ class Watch:
     """Reads the heartbeats of processes.
 
     Times are added up look by look, and a look counts for one second at most: while the whole
-    machine or the launcher itself was suspended, nobody was stuck.
+    machine or the launcher itself was suspended, no process was stuck.
 
     Args:
         files: the heartbeat file of each process, by its number.
@@ -135,7 +226,7 @@ class Watch:
         idle, beat = min(self._seen[rank].idle for rank in ranks), beats[ranks[0]]
         if idle < self._limit(ranks[0], beat):
             return None
-        cause = f"no progress for {human_seconds(idle)} while {DOING_TEXT[beat.doing]}"
+        cause = f"no progress for {human_seconds(idle)} while {beat.doing.text}"
         return Stuck(tuple(ranks), cause, beat.update)
 
     def _limit(self, rank: int, beat: Beat) -> float:

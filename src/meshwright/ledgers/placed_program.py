@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut, Region
 from meshwright.plan import Plan
-from meshwright.program.backward import weights_in_backward
-from meshwright.program.blocks.segments import Outside, cut_segments
+from meshwright.program.blocks.block_lists import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims import DimClasses
 from meshwright.program.evaluate.dependencies import variables, variables_read
 from meshwright.program.jaxpr.equations import Var, scan_counts
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.traced_loss import TracedLoss
+from meshwright.program.weight_reads import weights_in_backward
 from meshwright.sharding.placement import Placement
 from meshwright.sharding.tensor import TensorChoice
 

@@ -15,9 +15,9 @@ from meshwright.pipeline.divide.stages import StageContext
 from meshwright.pipeline.execute.forward_only import PipelinedForward
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.schedule.schedules import Schedule
-from meshwright.program.evaluate.gather import GatherSpecs
+from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.kernels.find_kernels import KernelSearch
-from meshwright.program.on_mesh.local_forward import LocalDraws
+from meshwright.program.on_mesh.mesh_forward import LocalDraws
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
 from meshwright.sharding.placement import Placement, Reason, on_each_stage

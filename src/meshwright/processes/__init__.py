@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright.errors import EnvironmentProblem, LostPeer, UserError, first_line
 from meshwright.processes.ports import Address, interface_for, is_loopback
-from meshwright.processes.rendezvous import Meeting, Member, meet
+from meshwright.processes.rendezvous import Meeting, Member, MissingMembers, meet
 from meshwright.runtime.heartbeat import own_heartbeat
 from meshwright.runtime.jax_internals import distributed_state, lower_priority_of_gloo
 
@@ -77,14 +77,18 @@ def connect(
             fix=f"number the processes from 0 to {num_processes - 1}",
         )
     # From here on the launcher can ask where this process is.
-    own_heartbeat()
+    heartbeat = own_heartbeat()
     # Before the processes meet, since it may take long, and differently so on each machine.
     importlib.import_module("jax")
     address = Address.parse(coordinator_address)
     interface = own_interface(address)
     seconds = join_timeout(address) if timeout_seconds is None else timeout_seconds
     meeting = Meeting(address, seconds, interface, notify)
-    kept = meet(Member(process_id, num_processes, run_name), meeting)
+    try:
+        kept = meet(Member(process_id, num_processes, run_name), meeting)
+    except MissingMembers as error:
+        heartbeat.report(absent=error.numbers)
+        raise
     try:
         _initialize(
             address,
@@ -113,7 +117,7 @@ def join_timeout(address: Address) -> float:
 def lost_timeout(address: Address) -> float:
     """Return after how long without a sign of life a process counts as lost.
 
-    On one machine the launcher sees processes end, and a suspended machine has lost nobody, so
+    On one machine the launcher sees processes end, and suspending the machine loses no process, so
     that JAX's own 100 seconds are soon enough there.
     """
     return _seconds(LOST_TIMEOUT, 100.0 if is_loopback(address.host) else LOST_SECONDS)
@@ -285,7 +289,7 @@ def _explain_timeout(
     try:
         arrived = _texts(client, prefix)
     except RuntimeError:
-        return EnvironmentProblem(
+        return LostPeer(
             f"process {process_index()} lost process 0 while waiting at `{what}`", why=str(error)
         )
     absent = sorted(set(range(process_count())) - set(arrived))

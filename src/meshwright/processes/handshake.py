@@ -46,7 +46,7 @@ def compare_processes(facts: Facts) -> None:
         return
     # Secrets are neither sent nor shown; only their names are.
     everyone = gather({key: mask_value(key, text) for key, text in own.items()})
-    # Nobody leaves before all have read the others' facts, which are with process 0.
+    # No process leaves before all have read the facts of the others, which process 0 stores.
     barrier("handshake")
     raise _explain(everyone)
 
@@ -76,7 +76,7 @@ def _explain(everyone: Sequence[Mapping[str, str]]) -> ProcessesDiffer:
     lines = differences(everyone) or ["a password or another secret differs"]
     more = [f"and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
     return ProcessesDiffer(
-        f"the {len(everyone)} processes are not about to do the same",
+        f"the {len(everyone)} processes differ",
         why="\n".join([*lines[:MAX_SHOWN], *more]),
         fix="start every process with the same settings and the same versions; what only concerns "
         "one process, such as printing, belongs in a callback",

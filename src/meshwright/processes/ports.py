@@ -87,10 +87,10 @@ def interface_for(host: str) -> str:
 
 
 def listen(address: Address, interface: str) -> tuple[socket.socket, socket.socket | None]:
-    """Listen on a port that nobody else listens on.
+    """Listen on a port that no other program listens on.
 
     Returns:
-        The socket that listens, and one that keeps the port from others while nobody listens;
+        The socket that listens, and one that reserves the port while nothing listens on it;
         None where the system does not allow a second one.
 
     Raises:

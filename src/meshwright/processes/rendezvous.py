@@ -1,8 +1,8 @@
 """The rendezvous: processes meet on the coordinator's port before JAX listens there.
 
 JAX ends a process in native code, after minutes, if one is missing or the port is taken. Here
-process 0 listens first, the others introduce themselves, and whoever is missing is named in all
-processes. Once all are there, process 0 closes the port and JAX's service opens it again; no
+process 0 listens first, the others introduce themselves, and all processes name those that
+are missing. Once all are there, process 0 closes the port and JAX's service opens it again; no
 second port is needed.
 
 A message is a line of JSON. A process says who it is; process 0 answers that it should wait, and
@@ -25,13 +25,13 @@ from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
 from meshwright.processes.ports import EVERYWHERE, Address, check_own_name, listen, resolve
 
 MAX_MESSAGE = 4096
-"""Bytes; whoever sends more is not one of our processes."""
+"""Bytes; a client that sends more is not one of our processes."""
 ANSWER_SECONDS = 10.0
 """How long process 0 may take to answer a process that has connected."""
 START_SECONDS = 60.0
 """How long JAX may take to open the port once all are there."""
 NOTICE_SECONDS = 10.0
-"""After how long process 0 tells for whom it waits."""
+"""Seconds after which process 0 says whom it is waiting for."""
 
 
 Noun = Literal["process", "machine"]
@@ -43,7 +43,7 @@ class Member:
 
     Attributes:
         process: its number.
-        count: how many processes there are, as it was told.
+        count: how many processes there are, as far as it knows.
         run: what the processes of its run share; empty if nothing is known.
         host: the name of its machine.
         pid: its number there.
@@ -66,7 +66,7 @@ class Meeting:
         interface: the address that process 0 listens on.
         notify: called with a line when waiting takes long.
         noun: what meets: processes, or the launchers of machines before they start processes.
-        least: how many go on once the time is over; None if all have to be there.
+        least: how many are enough once the time is over; None if all are needed.
         expected: those that are waited for; None for all.
     """
 
@@ -80,8 +80,20 @@ class Meeting:
 
     @property
     def greeting(self) -> dict[str, str | int]:
-        """What tells members of this meeting from others that come to the port."""
+        """What distinguishes members of this meeting from others that connect to the port."""
         return {"meshwright": 1 if self.noun == "process" else self.noun}
+
+
+class MissingMembers(EnvironmentProblem):
+    """Members did not join in time.
+
+    Attributes:
+        numbers: their numbers.
+    """
+
+    def __init__(self, what: str, *, numbers: Iterable[int], why: str = "", fix: str = "") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.numbers = tuple(numbers)
 
 
 def meet(me: Member, meeting: Meeting) -> socket.socket | None:
@@ -129,7 +141,7 @@ def _host(
         with listener:
             host = _Host(me, meeting, listener)
             chosen = choose(host.gather())
-        # The port is closed before anybody is told to go on.
+        # The port is closed before the others continue.
         host.tell_all({"go": chosen})
     except BaseException:
         if kept is not None:
@@ -238,9 +250,12 @@ class _Host:
 
     def _fail(self, error: MeshwrightError) -> None:
         kind = "user" if isinstance(error, UserError) else "environment"
+        message: dict[str, Any] = {"error": [kind, error.what, error.why, error.fix]}
+        if isinstance(error, MissingMembers):
+            message["absent"] = error.numbers
         for connection in self._texts:
-            _send(connection, {"error": [kind, error.what, error.why, error.fix]})
-        self.tell_all({"error": [kind, error.what, error.why, error.fix]})
+            _send(connection, message)
+        self.tell_all(message)
         raise error
 
     def _drop(self, connection: socket.socket) -> None:
@@ -301,8 +316,7 @@ def _wait_for_answer(connection: socket.socket, meeting: Meeting) -> list[int] |
             elif "other_run" in message:
                 return f"{zero} on {address} belongs to another run, {message['other_run']}"
             elif "error" in message:
-                kind, *parts = map(str, message["error"])
-                raise _remote_error(kind, *parts)
+                raise _remote_error(message)
             elif isinstance(message.get("go"), list):
                 return [int(number) for number in message["go"]]
             else:
@@ -355,9 +369,11 @@ def _read_member(text: bytes, meeting: Meeting) -> Member | None:
         return None
 
 
-def _remote_error(kind: str, what: str, why: str, fix: str) -> MeshwrightError:
-    error = UserError if kind == "user" else EnvironmentProblem
-    return error(what, why=why, fix=fix)
+def _remote_error(message: dict[str, Any]) -> MeshwrightError:
+    kind, what, why, fix = map(str, message["error"])
+    if "absent" in message:
+        return MissingMembers(what, numbers=map(int, message["absent"]), why=why, fix=fix)
+    return (UserError if kind == "user" else EnvironmentProblem)(what, why=why, fix=fix)
 
 
 def _plural(noun: Noun) -> str:
@@ -377,12 +393,14 @@ def _waiting(count: int, joined: list[int], noun: Noun) -> str:
     )
 
 
-def _missing(count: int, joined: list[int], meeting: Meeting) -> EnvironmentProblem:
-    absent = _named((n for n in range(count) if n not in joined), meeting.noun)
+def _missing(count: int, joined: list[int], meeting: Meeting) -> MissingMembers:
+    numbers = tuple(number for number in range(count) if number not in joined)
+    absent = _named(numbers, meeting.noun)
     least = "" if meeting.least is None else f", and at least {meeting.least} are needed"
-    return EnvironmentProblem(
+    return MissingMembers(
         f"{len(joined)} of {count} {_plural(meeting.noun)} joined, missing {absent} after "
         f"{meeting.seconds:g} s{least}",
+        numbers=numbers,
         why=f"{meeting.noun} 0 waited on {meeting.address}",
         fix=f"look at the output of {absent}: not started, stopped, or unable to reach "
         "that address; if it only needs longer, write --join-timeout SECONDS or "

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.errors import Setting, Spelling, current_spelling
+from meshwright.mesh.axes import AXES, MESH_AXES
 
 SHARES = ("compute", "communication", "input_wait", "idle")
 
@@ -151,21 +152,6 @@ EVEN = 1.2
 """Compute time of the busiest device over the mean; more is uneven."""
 
 _SAMPLES = Setting("training.micro_batch_size")
-_BY_AXIS = {
-    "tensor": lambda: (
-        f"less tensor parallelism (a smaller {Setting('mesh.tensor')}), or more samples per device"
-    ),
-    "fsdp": lambda: (
-        f"more samples per device ({_SAMPLES}), or {Setting('sharding.keep_gathered', True)} if "
-        "the weights fit whole"
-    ),
-    "data": lambda: (
-        f"more samples per update: {_SAMPLES}, or "
-        f"{Setting('training.gradient_accumulation_steps')} with "
-        f"{Setting('training.sync_gradients_every')}"
-    ),
-}
-"""What to try, by mesh axis; written when it is needed, as its reader spells settings."""
 
 
 def axes_text(axes: Sequence[str]) -> str:
@@ -222,7 +208,8 @@ def _communication(share: float, exposed: Mapping[tuple[str, ...], float]) -> st
     if not exposed:
         return text
     axes = max(exposed, key=lambda axes: exposed[axes])
-    remedy = next((fix() for name, fix in _BY_AXIS.items() if name in axes), "")
+    innermost = [MESH_AXES[axis] for axis in reversed(AXES) if axis in axes]
+    remedy = next((axis.remedy() for axis in innermost if axis.remedy), "")
     if not remedy:
         return f"{text}; try more samples per device ({_SAMPLES})"
     return f"{text}, most over {axes_text(axes)} ({exposed[axes]:.0%}); try {remedy}"

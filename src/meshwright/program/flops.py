@@ -10,7 +10,8 @@ import numpy as np
 
 from meshwright.config.schema import Precision
 from meshwright.hardware import detect
-from meshwright.program.jaxpr.equations import Equation, Jaxpr, aval_of, called_jaxpr
+from meshwright.program.jaxpr.equations import Equation, Jaxpr, aval_of
+from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.trace.traced_loss import TracedLoss
 
 TRAINING = 3
@@ -50,9 +51,9 @@ def equation_flops(eqn: Equation) -> int:
         return rule(eqn)
     if name.startswith("dot_product_attention_fwd"):
         return _attention(eqn)
-    if {"jaxpr", "call_jaxpr", "fun_jaxpr"} & set(eqn.params):
-        return forward_flops(called_jaxpr(eqn).jaxpr)
-    return 0
+    # Of a loop without a known number of iterations one counts, and of branches the longest.
+    times = eqn.params["length"] if name == "scan" else 1
+    return times * max((forward_flops(p.jaxpr) for p, _ in called_programs(eqn)), default=0)
 
 
 def _dot(eqn: Equation) -> int:
@@ -111,19 +112,6 @@ def _attention(eqn: Equation) -> int:
     return 4 * math.prod(query) * key[1]
 
 
-def _scan(eqn: Equation) -> int:
-    return eqn.params["length"] * forward_flops(eqn.params["jaxpr"].jaxpr)
-
-
-def _while(eqn: Equation) -> int:
-    """Count one iteration: the number of iterations is not in the program."""
-    return forward_flops(eqn.params["body_jaxpr"].jaxpr)
-
-
-def _cond(eqn: Equation) -> int:
-    return max(forward_flops(branch.jaxpr) for branch in eqn.params["branches"])
-
-
 def _size(atom: Any) -> int:
     return math.prod(aval_of(atom).shape)
 
@@ -132,7 +120,4 @@ _RULES: Mapping[str, Callable[[Equation], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
 }

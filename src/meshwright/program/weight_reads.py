@@ -1,27 +1,31 @@
-"""Where a program reads its trained weights: by which operation, in which module, how often."""
+"""Where a program reads its weights: with data in the forward pass, and again in the backward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from meshwright.program.jaxpr.equations import (
     CALLS,
+    CUSTOM_DERIVATIVES,
+    REARRANGES,
     REMATS,
     Equation,
     Jaxpr,
-    Literal,
-    Var,
     aval_of,
     called_jaxpr,
     name_stack,
     scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.walks import called_programs, propagate
 from meshwright.program.trace.traced_loss import TracedLoss
 
-_ENTERED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
+_ENTERED = CALLS | REMATS | CUSTOM_DERIVATIVES
+_BILINEAR = frozenset({"dot_general", "conv_general_dilated", "mul"})
+_LINEAR = frozenset({"add", "add_any", "sub", "neg", "concatenate", "reduce_sum", "gather"})
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,13 @@ class WeightRead:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What a value depends on.
+class _Source:
+    """What a value is computed from.
 
     Attributes:
-        leaves: the weights that it consists of; empty if it depends on data.
-        sizes: the bytes that these have had on the way.
-        through: the modules on the way.
+        leaves: the weights; empty if it depends on data.
+        sizes: the bytes of these, and of values between them and this one.
+        through: the modules that compute those values.
         data: whether it depends on data.
     """
 
@@ -62,103 +66,155 @@ class _Held:
     data: bool = False
 
 
-_CONSTANT = _Held()
-_DATA = _Held(data=True)
+_CONSTANT = _Source()
+_DATA = _Source(data=True)
 
 
 def weight_reads(traced: TracedLoss) -> list[WeightRead]:
     """Return every read of a trained weight, in the order of the program."""
-    held = [
-        _Held(frozenset({number}), frozenset({step.leaf.nbytes}))
+    sources = [
+        _Source(frozenset({number}), frozenset({step.leaf.nbytes}))
         if step.leaf.role == "param"
         else _DATA
         for number, step in enumerate(traced.layout.step_leaves)
     ]
-    walk = _Walk([])
-    walk.program(traced.closed.jaxpr, [*held, *[_DATA] * len(traced.batch)], "", 1)
-    return walk.reads
+    reads: list[WeightRead] = []
+    rule = partial(_follow_reads, reads, "", 1)
+    propagate(traced.closed.jaxpr, [*sources, *[_DATA] * len(traced.batch)], _CONSTANT, rule)
+    return reads
+
+
+def _follow_reads(
+    reads: list[WeightRead], caller: str, iterations: int, eqn: Equation, operands: list[_Source]
+) -> list[_Source]:
+    """Return what the results of an equation are computed from, and record the weights it reads.
+
+    Args:
+        reads: the list they are added to.
+        caller: the module of the call that the equation is in.
+        iterations: how often the loops around it run.
+        eqn: the equation.
+        operands: what its operands are computed from.
+    """
+    name, module = eqn.primitive.name, module_of(name_stack(eqn)) or caller
+    from_data = any(source.data for source in operands)
+    if not any(source.leaves for source in operands):
+        return [_DATA if from_data else _CONSTANT] * len(eqn.outvars)
+    if name == "while":
+        # Of unknown length, so that no gradient flows back through it.
+        return [_DATA] * len(eqn.outvars)
+    rule = partial(_follow_reads, reads, module, iterations)
+    if name in _ENTERED:
+        return propagate(called_jaxpr(eqn).jaxpr, operands, _CONSTANT, rule)
+    if name == "scan":
+        _follow_scan(reads, module, iterations, eqn, operands)
+    elif name == "cond":
+        for branch, _ in called_programs(eqn):
+            propagate(branch.jaxpr, operands[1:], _CONSTANT, rule)
+    elif not from_data:
+        return [_joined(operands, aval_of(result), module) for result in eqn.outvars]
+    else:
+        reads.extend(
+            WeightRead(leaf, name, module, iterations, source.sizes, source.through)
+            for source in operands
+            for leaf in sorted(source.leaves)
+        )
+    return [_DATA] * len(eqn.outvars)
+
+
+def _follow_scan(
+    reads: list[WeightRead], module: str, iterations: int, eqn: Equation, operands: list[_Source]
+) -> None:
+    """Follow a scan: each iteration reads all of a constant, and its own part of a stack."""
+    num_consts, num_carry = scan_counts(eqn)
+    consts, first_row = operands[:num_consts], num_consts + num_carry
+    inner: Jaxpr = eqn.params["jaxpr"].jaxpr
+    rows = [
+        _joined([source], aval_of(variable), module) if source.leaves else source
+        for source, variable in zip(operands[first_row:], inner.invars[first_row:], strict=True)
+    ]
+    before, length = len(reads), eqn.params["length"]
+    rule = partial(_follow_reads, reads, module, iterations * length)
+    propagate(inner, [*consts, *[_DATA] * num_carry, *rows], _CONSTANT, rule)
+    fixed = frozenset(leaf for source in consts for leaf in source.leaves)
+    reads[before:] = [
+        read if read.leaf in fixed else replace(read, iterations=read.iterations // length)
+        for read in reads[before:]
+    ]
+
+
+def _joined(operands: Sequence[_Source], result: Any, module: str) -> _Source:
+    """Return the source of a value that is computed from weights alone."""
+    return _Source(
+        frozenset[int]().union(*(source.leaves for source in operands)),
+        frozenset({result.size * result.dtype.itemsize}).union(*(s.sizes for s in operands)),
+        frozenset({module}).union(*(source.through for source in operands)),
+    )
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """Follows weights through a program, and notes where they meet data."""
+class _Gradient:
+    """What the gradient of a value needs.
 
-    reads: list[WeightRead]
+    Attributes:
+        trained: whether it depends on trained leaves, so that a gradient flows back to it.
+        weights: numbers of the leaves it is, if it is only a rearranged leaf.
+    """
 
-    def program(
-        self, jaxpr: Jaxpr, held: Sequence[_Held], module: str, iterations: int
-    ) -> list[_Held]:
-        """Return what a program's results hold; ``module`` and ``iterations`` are its caller's."""
-        known: dict[Var, _Held] = dict(zip(jaxpr.invars, held, strict=True))
+    trained: bool = False
+    weights: frozenset[int] = frozenset()
 
-        def of(atom: Var | Literal) -> _Held:
-            return _CONSTANT if isinstance(atom, Literal) else known.get(atom, _CONSTANT)
 
-        for eqn in jaxpr.eqns:
-            inside = module_of(name_stack(eqn)) or module
-            operands = [of(atom) for atom in eqn.invars]
-            known.update(
-                zip(eqn.outvars, self._equation(eqn, operands, inside, iterations), strict=True)
-            )
-        return [of(atom) for atom in jaxpr.outvars]
+_NO_GRADIENT = _Gradient()
 
-    def _equation(
-        self, eqn: Equation, operands: list[_Held], module: str, iterations: int
-    ) -> list[_Held]:
-        name = eqn.primitive.name
-        if not any(held.leaves for held in operands):
-            depends = any(held.data for held in operands)
-            return [_DATA if depends else _CONSTANT] * len(eqn.outvars)
-        if name in _ENTERED:
-            return self.program(called_jaxpr(eqn).jaxpr, operands, module, iterations)
-        if name == "scan":
-            return self._scan(eqn, operands, module, iterations)
-        if name == "while":
-            # Of unknown length, so that no gradient flows back through it.
-            return [_DATA] * len(eqn.outvars)
-        if name == "cond":
-            for branch in eqn.params["branches"]:
-                self.program(branch.jaxpr, operands[1:], module, iterations)
-            return [_DATA] * len(eqn.outvars)
-        if not any(held.data for held in operands):
-            return [_joined(operands, aval_of(result), module) for result in eqn.outvars]
-        self.reads.extend(
-            WeightRead(leaf, name, module, iterations, held.sizes, held.through)
-            for held in operands
-            for leaf in sorted(held.leaves)
+
+def weights_in_backward(traced: TracedLoss) -> frozenset[int]:
+    """Return the numbers of the step leaves whose values the backward pass reads.
+
+    The gradient of x·W needs W only if x has a gradient; that of x + b never needs b.
+    """
+    leaves = [
+        _Gradient(
+            step.leaf.role == "param", frozenset({number}) if step.leaf.is_weight else frozenset()
         )
-        return [_DATA] * len(eqn.outvars)
+        for number, step in enumerate(traced.layout.step_leaves)
+    ]
+    read: set[int] = set()
+    inputs = [*leaves, *[_NO_GRADIENT] * len(traced.batch)]
+    propagate(traced.closed.jaxpr, inputs, _NO_GRADIENT, partial(_follow_gradients, read))
+    return frozenset(read)
 
-    def _scan(
-        self, eqn: Equation, operands: list[_Held], module: str, iterations: int
-    ) -> list[_Held]:
-        """Follow a scan: constants are read in every iteration, of stacks each has its own part."""
-        num_consts, num_carry = scan_counts(eqn)
-        consts, carries = operands[:num_consts], [_DATA] * num_carry
-        inner: Jaxpr = eqn.params["jaxpr"].jaxpr
-        rows = [
-            _joined([held], aval_of(variable), module) if held.leaves else held
-            for held, variable in zip(
-                operands[num_consts + num_carry :],
-                inner.invars[num_consts + num_carry :],
-                strict=True,
-            )
+
+def _follow_gradients(read: set[int], eqn: Equation, operands: list[_Gradient]) -> list[_Gradient]:
+    """Return what the gradients of an equation's results need; add weights it needs to `read`."""
+    name, rule = eqn.primitive.name, partial(_follow_gradients, read)
+    if name in _ENTERED:
+        return propagate(called_jaxpr(eqn).jaxpr, operands, _NO_GRADIENT, rule)
+    if name == "scan":
+        return _follow_carries(read, eqn, operands)
+    if name in REARRANGES or name == "convert_element_type":
+        return [operands[0]]
+    trained = any(operand.trained for operand in operands)
+    if name in _BILINEAR:
+        left, right = operands
+        read |= left.weights if right.trained else frozenset()
+        read |= right.weights if left.trained else frozenset()
+    elif name not in _LINEAR and trained:
+        read.update(number for operand in operands for number in operand.weights)
+    return [_Gradient(trained)] * len(eqn.outvars)
+
+
+def _follow_carries(read: set[int], eqn: Equation, operands: list[_Gradient]) -> list[_Gradient]:
+    """Follow a scan until its carries do not change any more."""
+    num_consts, num_carry = scan_counts(eqn)
+    carries = slice(num_consts, num_consts + num_carry)
+    while True:
+        jaxpr: Jaxpr = eqn.params["jaxpr"].jaxpr
+        results = propagate(jaxpr, operands, _NO_GRADIENT, partial(_follow_gradients, read))
+        after = [
+            _Gradient(before.trained or result.trained)
+            for before, result in zip(operands[carries], results[:num_carry], strict=True)
         ]
-        before = len(self.reads)
-        length: int = eqn.params["length"]
-        self.program(inner, [*consts, *carries, *rows], module, iterations * length)
-        fixed = frozenset(leaf for held in consts for leaf in held.leaves)
-        self.reads[before:] = [
-            read if read.leaf in fixed else replace(read, iterations=read.iterations // length)
-            for read in self.reads[before:]
-        ]
-        return [_DATA] * len(eqn.outvars)
-
-
-def _joined(operands: Sequence[_Held], result: Any, module: str) -> _Held:
-    """Return what a value holds that is computed from weights alone."""
-    return _Held(
-        frozenset[int]().union(*(held.leaves for held in operands)),
-        frozenset({result.size * result.dtype.itemsize}).union(*(held.sizes for held in operands)),
-        frozenset({module}).union(*(held.through for held in operands)),
-    )
+        if after == operands[carries]:
+            return results
+        operands = [*operands[:num_consts], *after, *operands[carries.stop :]]

@@ -34,7 +34,7 @@ from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.program.flops import count_flops
-from meshwright.program.kernels.substitution import describe
+from meshwright.program.kernels.regions import describe
 from meshwright.program.trace.build_model import ModelSource, abstract_model, initial_values
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss

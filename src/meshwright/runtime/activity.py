@@ -1,4 +1,4 @@
-"""What takes a while, told to whoever waits: a live line on a terminal, plain lines elsewhere."""
+"""Long activities, shown while they run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MENTIONED_SECONDS = 1.0
 """A shorter activity gets no line of its own."""
 STILL_SECONDS = 15.0
-"""Outside a terminal, a long activity says that it goes on after this time, then at ever longer
+"""Outside a terminal, a long activity is reported after this time, then at ever longer
 intervals."""
 
 
@@ -28,7 +28,7 @@ class _Shared:
 
     Attributes:
         what: the activity; empty between activities.
-        detail: how far it is; empty if it does not tell.
+        detail: how far it is; empty if unknown.
         started: when it started.
         console: where it is shown; None does not show it.
         bar: whether a progress bar has the terminal, and shows it.
@@ -46,28 +46,28 @@ _now = _Shared()
 
 @contextmanager
 def activity(what: str, *, afterwards: bool = True) -> Generator[Callable[[str], None]]:
-    """Tell whoever waits what is being done inside, and afterwards how long it took.
+    """Show what is being done inside, and afterwards how long it took.
 
-    An activity inside another is a part of it: it is not mentioned, but what it tells is told of
-    the outer one. Also a decorator.
+    An activity inside another is a part of it: it is not shown, but its details are shown as those
+    of the outer one. Also a decorator.
 
     Args:
         what: what is done.
         afterwards: whether to mention it when it is done; not if its result is shown anyway.
 
     Yields:
-        What takes how far the activity is, as text.
+        A function that takes the progress of the activity, as text.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda _: None
         return
     if _now.what:
-        yield lambda detail: _tell(f"{what}, {detail}")
+        yield lambda detail: _set_detail(f"{what}, {detail}")
         return
     _now.what, _now.detail, _now.started = what, "", time.monotonic()
     try:
         with _shown():
-            yield _tell
+            yield _set_detail
         shown = afterwards and _now.console is not None and not _now.bar
         if shown and _elapsed() >= MENTIONED_SECONDS:
             _print(current_activity())
@@ -75,7 +75,7 @@ def activity(what: str, *, afterwards: bool = True) -> Generator[Callable[[str],
         _now.what = ""
 
 
-def _tell(detail: str) -> None:
+def _set_detail(detail: str) -> None:
     _now.detail = detail
 
 
@@ -108,7 +108,7 @@ def show_activities(console: Console | None = None) -> Generator[None]:
 
 
 def show_on_terminal() -> AbstractContextManager[None]:
-    """Show the activities inside if stderr is a terminal; what shows them already goes on."""
+    """Show the activities inside if stderr is a terminal, unless they are shown already."""
     here = _now.console is None and sys.stderr.isatty()
     return show_activities() if here else nullcontext()
 
@@ -141,7 +141,7 @@ def _live_line(console: Console) -> AbstractContextManager[object]:
 
 @contextmanager
 def _still_lines() -> Generator[None]:
-    """Say that a long activity goes on, so that a log does not look dead."""
+    """Report that a long activity continues, so that a log does not look dead."""
     done = threading.Event()
     thread = threading.Thread(target=_say_still, args=(done.wait,), daemon=True)
     thread.start()

@@ -1,4 +1,8 @@
-"""What a process knows from its launcher: the attempts before it, and how many may be left."""
+"""What a launcher and its processes exchange, besides heartbeats.
+
+The launcher sets environment variables: the earlier attempts, and how many processes may be left.
+A process writes a report beside its heartbeat: its run folder, and why it ends.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 EARLIER_ATTEMPTS = "MESHWRIGHT_EARLIER_ATTEMPTS"
@@ -35,7 +39,7 @@ class EarlierAttempts:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> EarlierAttempts:
-        """Return what the launcher says; no attempts if it says nothing."""
+        """Return what the launcher has set; no attempts without a launcher."""
         text = (os.environ if environ is None else environ).get(EARLIER_ATTEMPTS, "")
         return cls(**json.loads(text)) if text else cls()
 
@@ -45,7 +49,7 @@ class EarlierAttempts:
 
     @property
     def folder(self) -> Path | None:
-        """The run folder to go on in; None to choose one."""
+        """The run folder to continue in; None to choose one."""
         return Path(self.run_dir) if self.run_dir else None
 
     def goodput(self, useful: float, seconds: float) -> float:
@@ -61,11 +65,11 @@ class EarlierAttempts:
 
 @dataclass(frozen=True)
 class ProcessRange:
-    """The numbers of processes that a run may have: it goes on if some do not come back.
+    """The numbers of processes that a run may have: it continues if some do not come back.
 
     Attributes:
         full: the processes if all are there.
-        least: the fewest to go on with.
+        least: the fewest to continue with.
         step: how many are lost together: the processes of a machine, or 1.
     """
 
@@ -75,7 +79,7 @@ class ProcessRange:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> ProcessRange | None:
-        """Return what the launcher says; None if all processes have to be there."""
+        """Return what the launcher has set; None if all processes are needed."""
         text = (os.environ if environ is None else environ).get(PROCESS_RANGE, "")
         return cls(**json.loads(text)) if text else None
 
@@ -91,7 +95,7 @@ class ProcessRange:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a run can go on with a number of processes.
+    """Whether a run can continue with a number of processes.
 
     Attributes:
         mesh: the mesh it would have; empty if there is none.
@@ -102,11 +106,37 @@ class Fit:
     problem: str = ""
 
 
-def fits_to_json(fits: Mapping[int, Fit]) -> str:
-    """Return what is known of numbers of processes as text, for the launcher."""
-    return json.dumps({str(count): asdict(fit) for count, fit in fits.items()})
+@dataclass(frozen=True)
+class Report:
+    """What a process reports to its launcher.
 
+    Attributes:
+        run_dir: the run folder; empty if there is none yet.
+        fits: by number of processes, whether the run can continue with that many.
+        error: what is wrong, in one line, if the process ends with an error; else empty.
+        lost_peer: whether it ends only because another process is gone.
+        absent: the processes that did not join.
+    """
 
-def fits_from_json(text: str) -> dict[int, Fit]:
-    """Return what the processes said, by their number; nothing for an empty text."""
-    return {int(count): Fit(**fit) for count, fit in json.loads(text or "{}").items()}
+    run_dir: str = ""
+    fits: Mapping[int, Fit] = field(default_factory=dict[int, Fit])
+    error: str = ""
+    lost_peer: bool = False
+    absent: tuple[int, ...] = ()
+
+    def write(self, file: Path) -> None:
+        """Write the report; a reader sees all of it or none."""
+        draft = file.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        draft.replace(file)
+
+    @classmethod
+    def read(cls, file: Path) -> Report | None:
+        """Return the report of a process; None if it has not written any."""
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        values["fits"] = {int(count): Fit(**fit) for count, fit in values["fits"].items()}
+        values["absent"] = tuple(values["absent"])
+        return cls(**values)

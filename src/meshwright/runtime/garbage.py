@@ -1,4 +1,4 @@
-"""How often Python looks for garbage: seldom while programs are traced."""
+"""Fewer garbage collections while programs are traced."""
 
 from __future__ import annotations
 

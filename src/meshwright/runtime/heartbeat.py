@@ -15,10 +15,12 @@ import struct
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
+
+from meshwright.runtime.attempts import Report
 
 HEARTBEAT_FILE = "MESHWRIGHT_HEARTBEAT"
 """The environment variable with the file to write to; absent without a launcher."""
@@ -27,32 +29,28 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 
 class Doing(IntEnum):
-    """What a process is doing."""
+    """What a process is doing, as a number for the file and as text for people."""
 
-    STARTING = 0
-    COMPILING = 1
-    INPUT = 2
-    TRAINING = 3
-    DISPATCHING = 4
-    WAITING = 5
-    CALLBACKS = 6
-    EVALUATING = 7
-    SAVING = 8
-    ENDED = 9
+    text: str
+
+    def __new__(cls, number: int, text: str) -> Doing:
+        """Make a number that has a text."""
+        doing = int.__new__(cls, number)
+        doing._value_, doing.text = number, text
+        return doing
+
+    STARTING = 0, "starting"
+    COMPILING = 1, "compiling"
+    INPUT = 2, "waiting for input"
+    TRAINING = 3, "training"
+    DISPATCHING = 4, "starting an update"
+    WAITING = 5, "waiting for the devices"
+    CALLBACKS = 6, "logging and callbacks"
+    EVALUATING = 7, "evaluating"
+    SAVING = 8, "saving"
+    ENDED = 9, "done"
 
 
-DOING_TEXT = {
-    Doing.STARTING: "starting",
-    Doing.COMPILING: "compiling",
-    Doing.INPUT: "waiting for input",
-    Doing.TRAINING: "training",
-    Doing.DISPATCHING: "starting an update",
-    Doing.WAITING: "waiting for the devices",
-    Doing.CALLBACKS: "logging and callbacks",
-    Doing.EVALUATING: "evaluating",
-    Doing.SAVING: "saving",
-    Doing.ENDED: "done",
-}
 _OF_UPDATES = (
     Doing.INPUT,
     Doing.TRAINING,
@@ -124,14 +122,9 @@ def stacks_file(heartbeat: Path) -> Path:
     return heartbeat.with_suffix(".stacks")
 
 
-def folder_file(heartbeat: Path) -> Path:
-    """Return the file that names the run folder of the process with this heartbeat."""
-    return heartbeat.with_suffix(".folder")
-
-
-def meshes_file(heartbeat: Path) -> Path:
-    """Return the file with the meshes for fewer processes, of the process with this heartbeat."""
-    return heartbeat.with_suffix(".meshes")
+def report_file(heartbeat: Path) -> Path:
+    """Return the file for the report of the process with this heartbeat."""
+    return heartbeat.with_suffix(".report")
 
 
 class Heartbeat:
@@ -144,7 +137,7 @@ class Heartbeat:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        self._file = file
+        self._file, self._report = file, Report()
         self._count = self._update = 0
         self._doing = Doing.STARTING
         self._first = self._saved = -1
@@ -168,27 +161,25 @@ class Heartbeat:
         return self._useful() - self._began
 
     def begin(self) -> None:
-        """Say that a run begins, with what it compiles."""
+        """Note that a run begins, which first compiles."""
         self._began, self._first, self._saved = self._useful(), -1, -1
         self.mark(Doing.COMPILING, 0)
 
-    def tell_folder(self, folder: Path) -> None:
-        """Tell the launcher the run folder."""
+    def report(self, **changes: Any) -> None:
+        """Change fields of the report to the launcher; without a launcher, it is not written."""
+        self._report = replace(self._report, **changes)
         if self._file is not None:
-            folder_file(self._file).write_text(str(folder), encoding="utf-8")
-
-    def tell_meshes(self, text: str) -> None:
-        """Tell the launcher on which meshes fewer processes would go on."""
-        if self._file is not None:
-            meshes_file(self._file).write_text(text, encoding="utf-8")
+            # A disk that is full must not hide the error that is reported.
+            with suppress(OSError):
+                self._report.write(report_file(self._file))
 
     def start_from(self, update: int) -> None:
-        """Say after which update training begins."""
+        """Note the update after which training begins."""
         self._first = update
         self.mark(Doing.TRAINING, update)
 
     def mark(self, doing: Doing, update: int | None = None) -> None:
-        """Say what the process does from now on."""
+        """Note what the process does from now on."""
         now = time.monotonic()
         self._seconds[self._doing] += now - self._time
         self._count += 1
@@ -198,12 +189,12 @@ class Heartbeat:
         self._write()
 
     def tick(self) -> None:
-        """Say that the process goes on with what it does."""
+        """Mark progress with the same work."""
         self.mark(self._doing)
 
     @contextmanager
     def during(self, doing: Doing) -> Generator[None]:
-        """Mark the block; what was done before goes on after it."""
+        """Mark the block; afterwards, what was done before continues."""
         before = self._doing
         self.mark(doing)
         try:
@@ -212,7 +203,7 @@ class Heartbeat:
             self.mark(before)
 
     def saved(self, update: int) -> None:
-        """Say that the state after an update has been handed over to be saved."""
+        """Note that the state after an update has been handed over to be saved."""
         self._saved, self._saved_useful = update, self._useful()
         self._write()
 

@@ -17,7 +17,7 @@ STDERR = 2
 PREEMPTIONS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of a cluster that needs the machine; SIGUSR1 is how SLURM announces the time limit."""
 _SIGNALS = (signal.SIGINT, *PREEMPTIONS)
-_SAVING = "\nstopping after this update, to save the state; once more stops at once\n"
+_SAVING = "\nstopping after this update, to save the state; a second signal stops at once\n"
 _NOTHING_LOST = (
     "\n{name} before the first update: stopped, and nothing is lost; "
     "the same command starts again\n"

@@ -1,7 +1,7 @@
 """The private parts of JAX that Meshwright relies on, because no public name offers the same.
 
 Nothing else imports `jax._src`, so a new JAX release can only break this file;
-tests/test_jax_internals.py says which function broke and what to do about it. Each function
+tests/runtime/test_jax_internals.py says which function broke and what to do about it. Each function
 imports what it needs when called: some of their callers must not load JAX.
 """
 

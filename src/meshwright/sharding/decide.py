@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, BATCH_AXES, resolve_alias
-from meshwright.program.dims import DimClasses, Frame, LeafLabel, find_dim_classes
+from meshwright.program.dims import DimClasses, LeafLabel, ProgramDims, find_dim_classes
 from meshwright.program.dims.classes import LeafRole
-from meshwright.program.evaluate.gather import GatherSpecs
+from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.jaxpr.equations import Var
 from meshwright.program.kernels.find_kernels import (
     NO_KERNELS,
@@ -22,8 +22,12 @@ from meshwright.program.kernels.find_kernels import (
 )
 from meshwright.program.on_mesh.local_ops import LocalOp, find_local_ops
 from meshwright.program.on_mesh.loop_reads import LoopReads, find_loop_reads
-from meshwright.program.on_mesh.model_layouts import find_model_layouts
-from meshwright.program.on_mesh.pins import activation_spec, find_pins, find_weights
+from meshwright.program.on_mesh.sharding_constraints import (
+    activation_spec,
+    find_constraints,
+    find_model_layouts,
+    find_weights,
+)
 from meshwright.program.on_mesh.shared_inputs import SharedInput, find_shared_inputs
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
@@ -123,7 +127,7 @@ def decide(
         optimizer=sharded,
         gradients=without_fsdp if sharding.zero == 1 else sharded,
         gathers=_gathers(traced.layout.step_leaves, sharded) if sharding.zero == 3 else {},
-        pins={**_pins(classes, axes, tensor), **of_model.pins},
+        pins={**_pins(classes, axes, tensor), **of_model.constraints},
         local_ops=find_local_ops(
             classes,
             batch_axes=axes,
@@ -131,7 +135,7 @@ def decide(
             tensor_size=tensor.size,
         ),
         shared_inputs=find_shared_inputs(
-            classes, divided=tensor.splits, batch_axes=axes, tensor_dim=tensor.sharded_dim
+            classes, sharded=tensor.splits, batch_axes=axes, tensor_dim=tensor.sharded_dim
         ),
         loop_reads=find_loop_reads(classes, axes),
         weights=find_weights(classes),
@@ -154,7 +158,7 @@ def _kernels(
     if search is None:
         return NO_KERNELS
 
-    def layout(frame: Frame, variable: Var) -> PartitionSpec | None:
+    def layout(frame: ProgramDims, variable: Var) -> PartitionSpec | None:
         if not axes and tensor.size == 1:
             return None
         return activation_spec(frame, variable, classes.batch, axes, tensor.sharded_dim)
@@ -167,7 +171,7 @@ def _pins(
 ) -> dict[Var, PartitionSpec]:
     if not axes and tensor.size == 1:
         return {}
-    return find_pins(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
+    return find_constraints(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
 
 
 def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -278,7 +282,7 @@ def _names_axes(annotation: Sequence[Any]) -> bool:
 
 def _gathers(steps: Sequence[StepLeaf], placements: Sequence[Placement]) -> dict[int, GatherSpecs]:
     return {
-        number: GatherSpecs(whole=placement.without("fsdp"), divided=placement.spec)
+        number: GatherSpecs(whole=placement.without("fsdp"), sharded=placement.spec)
         for number, (step, placement) in enumerate(zip(steps, placements, strict=True))
         if step.leaf.is_weight and "fsdp" in placement.axes()
     }

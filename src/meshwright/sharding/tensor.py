@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import Setting, UserError
-from meshwright.program.dims import Atom, DimClasses, LeafDims
+from meshwright.program.dims import DimClasses, DimFactor, LeafDims
 from meshwright.sharding.tensor_candidates import (
     Candidate,
     Pattern,
@@ -63,7 +63,7 @@ class TensorChoice:
         """Return the sharded dim of a leaf."""
         return self.leaves[path].dim
 
-    def sharded_dim(self, dims: Sequence[tuple[Atom, ...]]) -> int | None:
+    def sharded_dim(self, dims: Sequence[tuple[DimFactor, ...]]) -> int | None:
         """Return the dim of an activation that the axis shards; None if not exactly one fits."""
         fitting = [d for d, dim in enumerate(dims) if parts_along(dim, self.splits) == self.size]
         return fitting[0] if len(fitting) == 1 else None

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from meshwright.program.dims import Atom, DimClasses, LeafDims
+from meshwright.program.dims import DimClasses, DimFactor, LeafDims
 from meshwright.program.dims.classes import WEIGHTS
 
-Dim = tuple[Atom, ...]
+Dim = tuple[DimFactor, ...]
 
 Pattern = tuple[tuple[int, ...], frozenset[tuple[str, int, tuple[int, ...]]]]
 """Number of parts of a candidate, and where it occurs: path, dim, and sizes of factors."""
@@ -67,7 +67,7 @@ class Candidate:
         return frozenset(i for i in self.touched if self.classes.leaves[i].is_kernel)
 
     @cached_property
-    def atoms(self) -> tuple[Atom, ...]:
+    def atoms(self) -> tuple[DimFactor, ...]:
         """Its classes in the order of the parameters' dims."""
         leaves = (self.classes.leaves[i] for i in self.touched)
         atoms = (atom for leaf in leaves for dim in leaf.dims for atom in dim)

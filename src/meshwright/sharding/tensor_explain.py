@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from meshwright.program.dims import Atom, DimClasses, LeafDims
+from meshwright.program.dims import DimClasses, DimFactor, LeafDims
 from meshwright.sharding.tensor_candidates import Candidate
 
 TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replicated"]
@@ -22,7 +22,7 @@ _JOINED: Mapping[str, str] = {
 """How the parts of a sharded dim are joined, by kind of event; the first that occurs counts."""
 
 
-def product_of(classes: DimClasses, dim: Iterable[Atom]) -> str:
+def product_of(classes: DimClasses, dim: Iterable[DimFactor]) -> str:
     """Return a dim as the product of its factors: ``8 heads × 16``.
 
     Each kind of factor is named once, and a factor after heads is the size of a head.
@@ -72,7 +72,7 @@ def why_whole(
     return _rival(classes, candidate, rival, size)
 
 
-def _named(classes: DimClasses, atom: Atom) -> str:
+def _named(classes: DimClasses, atom: DimFactor) -> str:
     if atom.id in classes.heads:
         return f"{atom.size} heads"
     if atom.id in classes.channels:
@@ -134,7 +134,7 @@ def _recurrent_leaf(candidate: Candidate, leaf: LeafDims) -> str | None:
     return next(owner.path for owner in owners if count(owner) > 1)
 
 
-def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[Atom, ...]]:
+def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[DimFactor, ...]]:
     """Return a leaf, this one if possible, and its dim that contains the candidate."""
     kernels_first = sorted(candidate.touched, key=lambda i: i not in candidate.kernels)
     for owner in (leaf, *(candidate.classes.leaves[i] for i in kernels_first)):

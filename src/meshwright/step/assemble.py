@@ -23,8 +23,7 @@ from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
 from meshwright.program.kernels.find_kernels import find_kernels
-from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
-from meshwright.program.on_mesh.mesh_forward import Forward
+from meshwright.program.on_mesh.mesh_forward import Forward, LocalDraws, local_forward
 from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.build_model import (
     ModelSource,
@@ -33,8 +32,8 @@ from meshwright.program.trace.build_model import (
     describe_model,
     trace_values,
 )
-from meshwright.program.trace.device_reads import device_reads
 from meshwright.program.trace.model_leaves import ModelLeaves
+from meshwright.program.trace.replaced_jax import device_reads
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing

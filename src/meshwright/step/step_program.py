@@ -16,8 +16,7 @@ from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims.sample_mean import check_mean
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.kernels.find_kernels import KernelSearch
-from meshwright.program.on_mesh.local_forward import LocalDraws
-from meshwright.program.on_mesh.mesh_forward import Forward, mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.mesh_forward import Forward, LocalDraws, mesh_evaluator, weight_uses
 from meshwright.program.on_mesh.remat import Remat, choose_remat
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
@@ -51,7 +50,7 @@ def step_program(
         program = unstaged_program(traced, plan)
         return replace(program, remarks=(*traced.remarks, *program.remarks))
     _refuse_written(traced, stages)
-    rolled = roll_program(traced, evenly_joined=True)
+    rolled = roll_program(traced, even_connections=True)
     cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
     return StepProgram(cut.traced, cut, (*traced.remarks, *rolled.remarks))
 
@@ -161,7 +160,7 @@ def forward_on(
         weight_uses(traced, decision.gathers, whole),
         remat,
         wide=wide,
-        pins=decision.pins,
+        constraints=decision.pins,
         local_ops=decision.local_ops,
         shared_inputs=decision.shared_inputs,
         loop_reads=decision.loop_reads,

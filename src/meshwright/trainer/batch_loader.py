@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -15,6 +16,7 @@ from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data
 from meshwright.processes import agree, process_count
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
+from meshwright.runtime.hooks import run_batch_hooks
 from meshwright.step.place_batch import local_rows, place_batch
 from meshwright.trainer.incidents.not_finite import MAX_IN_FLIGHT
 
@@ -65,18 +67,19 @@ class BatchLoader:
             prefetch=self._prefetch,
         )
         try:
-            yield self._placed(loaded)
+            yield self._placed(loaded, start)
         finally:
             loaded.close()
 
-    def _placed(self, loaded: Iterator[Any]) -> Iterator[list[Any]]:
+    def _placed(self, loaded: Iterator[Any], first: int) -> Iterator[list[Any]]:
         batches = read_batches(loaded)
-        while True:
+        for number in itertools.count(first):
             started = time.perf_counter()
             batch = next(batches, None)
             self.waited += time.perf_counter() - started
             if not self._all_have(batch):
                 return
+            batch = run_batch_hooks(number, batch)
             yield place_batch(batch, self._sharding, self._batch_size, self._rows)
 
     def _all_have(self, batch: Any) -> bool:

@@ -12,6 +12,7 @@ import jax
 from meshwright.checkpoint.store import StateNotFinite
 from meshwright.profile import NoProfiling
 from meshwright.runtime.heartbeat import Doing, Heartbeat, own_heartbeat
+from meshwright.runtime.hooks import run_log_hooks
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import HALTED
 from meshwright.trainer.batch_loader import BatchFeed
@@ -205,6 +206,7 @@ class Loop:
         self.log.tracker.log("train", update, values)
         if update == 1 and values["grad_norm"] == 0:
             self.log.tracker.event("warning", update, NO_GRADIENT, {})
+        run_log_hooks(update)
         self.callbacks.on_log(update, values)
 
     def _evaluate_and_save(self, state: TrainState, progress: Progress) -> bool:

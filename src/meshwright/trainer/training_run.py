@@ -15,6 +15,7 @@ from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, process_count
 from meshwright.processes.handshake import compare_processes
+from meshwright.processes.library_messages import is_lost_peer
 from meshwright.profile import NoProfiling, Profiling
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase, current_interrupt
@@ -127,7 +128,7 @@ class TrainingRun:
             heartbeat.mark(Doing.ENDED)
 
     def _run_in_folder(self, run_dir: Path) -> FitResult:
-        own_heartbeat().tell_folder(run_dir.absolute())
+        own_heartbeat().report(run_dir=str(run_dir.absolute()))
         make_run_folder(run_dir)
         lock = RunLock(run_dir)
         lock.acquire()
@@ -194,6 +195,8 @@ class TrainingRun:
             summary = result.summary()
         except BaseException as error:
             checkpointer.abandon()
+            if is_lost_peer(error):
+                own_heartbeat().report(lost_peer=True)
             log.failed(progress, first_line(error))
             if isinstance(error, OutOfMemory):
                 raise with_resuming(error, self._run_dir) from error.__cause__

@@ -85,7 +85,7 @@ MODELS = {"skips": Skips, "merging": Merging, "averages": Averages}
 def test_every_block_is_in_the_scan_and_nothing_changes(name):
     build, batch = MODELS[name], vectors()
     model_leaves, unrolled = trace(build, square_loss, batch)
-    rolled = roll_program(unrolled, evenly_joined=True)
+    rolled = roll_program(unrolled, even_connections=True)
     cut = cut_blocks(rolled.traced, rolled.remarks)
     assert (cut.num_blocks, rolled.remarks) == (4, ())
     # No stage computes what comes before the blocks but the first one.

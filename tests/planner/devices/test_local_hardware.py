@@ -13,7 +13,7 @@ from meshwright.planner.devices import local_hardware
 from meshwright.planner.devices.device_speed import Timed
 from meshwright.planner.devices.links import axis_links, collective_seconds
 from meshwright.planner.devices.local_hardware import chip_yaml, find_hardware, measure_local
-from meshwright.runtime.host_memory import host_memory
+from meshwright.runtime.host_machine import host_memory
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from meshwright.planner.workload.array_operations import Array, list_operations
 from meshwright.planner.workload.in_memory import Lifetime, Timeline, find_lifetimes, peak_of
 from meshwright.planner.workload.kernel_schedule import schedule
 from meshwright.planner.workload.sizes import DeviceSizes
-from meshwright.program.dims import Atom, LeafLabel, find_dim_classes
+from meshwright.program.dims import DimFactor, LeafLabel, find_dim_classes
 
 WHOLE = DeviceSizes(1.0, frozenset())
 
 
 def array(nbytes):
-    return Array(((Atom(0, nbytes),),), 1)
+    return Array(((DimFactor(0, nbytes),),), 1)
 
 
 def life(nbytes, start, end):

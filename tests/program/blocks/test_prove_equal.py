@@ -19,7 +19,7 @@ from small_models import (
 )
 
 from meshwright import Weighted
-from meshwright.program.blocks.repeats import longest_run
+from meshwright.program.blocks.differences import longest_run
 from meshwright.program.blocks.to_scan import roll_program
 
 

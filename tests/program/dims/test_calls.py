@@ -20,7 +20,7 @@ def analyse(function, *shapes, roles=None):
 
 
 def ids(dims):
-    return [tuple(atom.id for atom in dim) for dim in dims]
+    return [tuple(factor.id for factor in dim) for dim in dims]
 
 
 def outputs(program, classes):
@@ -31,14 +31,14 @@ def inputs(classes):
     return [ids(leaf.dims) for leaf in classes.leaves]
 
 
-def frames(frame, primitive):
-    """All frames entered by equations of a primitive, at any depth."""
+def programs(program, primitive):
+    """All programs entered by equations of a primitive, at any depth."""
     found = []
-    for number, inner in frame.calls.items():
-        if frame.jaxpr.eqns[number].primitive.name == primitive:
+    for number, inner in program.calls.items():
+        if program.jaxpr.eqns[number].primitive.name == primitive:
             found += inner
         for child in inner:
-            found += frames(child, primitive)
+            found += programs(child, primitive)
     return found
 
 
@@ -56,9 +56,9 @@ def test_a_nested_variable_has_the_dims_of_its_own_call():
     )
     assert len(program.jaxpr.eqns) == 2
     for number, wanted in enumerate(inputs(classes)):
-        (frame,) = classes.root.calls[number]
-        (equation,) = frame.jaxpr.eqns
-        assert ids(frame.dims(equation.outvars[0])) == wanted
+        (called,) = classes.root.calls[number]
+        (equation,) = called.jaxpr.eqns
+        assert ids(called.dims(equation.outvars[0])) == wanted
 
 
 def test_scan_ties_carries_to_themselves_and_slices_to_the_stack():
@@ -92,7 +92,7 @@ def test_while_ties_carries_to_themselves():
     program, classes = analyse(loop, (3, 4), (3, 4))
     x, w = inputs(classes)
     assert x == w == outputs(program, classes)[0]
-    condition, body = frames(classes.root, "while")
+    condition, body = programs(classes.root, "while")
     assert ids(condition.dims(condition.jaxpr.invars[0])) == x
     assert ids(body.dims(body.jaxpr.outvars[0])) == x
 
@@ -105,7 +105,7 @@ def test_cond_merges_the_results_of_its_branches():
     x, w, v = inputs(classes)
     assert w == v == [x[1], w[1]]
     assert outputs(program, classes) == [[x[0], w[1]]]
-    assert len(frames(classes.root, "cond")) == 2
+    assert len(programs(classes.root, "cond")) == 2
 
 
 @jax.custom_vjp
@@ -146,9 +146,9 @@ def test_shard_map_takes_the_divided_dim_apart():
     program, classes = analyse(function, (8, 3), (3, 5))
     (batch, inner), (rows, columns) = inputs(classes)
     assert rows == inner
-    assert [atom.size for atom in classes.leaves[0].dims[0]] == [4, 2]
-    (frame,) = frames(classes.root, "shard_map")
-    assert ids(frame.dims(frame.jaxpr.outvars[0])) == [batch[1:], columns]
+    assert [factor.size for factor in classes.leaves[0].dims[0]] == [4, 2]
+    (called,) = programs(classes.root, "shard_map")
+    assert ids(called.dims(called.jaxpr.outvars[0])) == [batch[1:], columns]
     (out,) = outputs(program, classes)
     assert out[0][1:] == batch[1:]
     assert out[1] == columns

@@ -177,26 +177,26 @@ class Letters:
         self.classes = classes
         self.names = {}
 
-    def name(self, atom):
-        return self.names.setdefault(atom.id, string.ascii_letters[len(self.names)])
+    def name(self, factor):
+        return self.names.setdefault(factor.id, string.ascii_letters[len(self.names)])
 
     def dims(self, dims):
         return "".join(self._dim(dim) for dim in dims)
 
     def _dim(self, dim):
-        text = "".join(self.name(atom) + "!" * self._blocked(atom) for atom in dim)
+        text = "".join(self.name(factor) + "!" * self._blocked(factor) for factor in dim)
         return f"({text})" if len(dim) > 1 else text or "1"
 
-    def _blocked(self, atom):
-        return any(event.blocking for event in self.classes.events_of([atom.id]))
+    def _blocked(self, factor):
+        return any(event.blocking for event in self.classes.events_of([factor.id]))
 
 
 def permute(array, dims, name, order):
     """Reorder the indices of one class wherever it occurs in an array."""
     for axis, dim in enumerate(dims):
-        before = np.array([atom.size for atom in dim], int)
-        for position, atom in enumerate(dim):
-            if atom.id == name:
+        before = np.array([factor.size for factor in dim], int)
+        for position, factor in enumerate(dim):
+            if factor.id == name:
                 shape = (*array.shape[:axis], *before, *array.shape[axis + 1 :])
                 array = np.take(array.reshape(shape), order, axis + position).reshape(array.shape)
     return array
@@ -213,16 +213,16 @@ def test_rule(name):
     assert "->".join(sides) == expected
 
     plain = [np.asarray(out) for out in jax.tree.leaves(function(*args))]
-    for atom in {atom for dims in inputs for dim in dims for atom in dim}:
-        if letters._blocked(atom) or letters.name(atom) in MOVES_VALUES.get(name, ""):
+    for factor in {factor for dims in inputs for dim in dims for factor in dim}:
+        if letters._blocked(factor) or letters.name(factor) in MOVES_VALUES.get(name, ""):
             continue
-        order = np.roll(np.arange(atom.size), 1)
+        order = np.roll(np.arange(factor.size), 1)
         moved = [
-            permute(np.asarray(a), d, atom.id, order) for a, d in zip(args, inputs, strict=True)
+            permute(np.asarray(a), d, factor.id, order) for a, d in zip(args, inputs, strict=True)
         ]
         results = jax.tree.leaves(function(*moved))
         for result, before, dims in zip(results, plain, outputs, strict=True):
-            wanted = permute(before, dims, atom.id, order)
+            wanted = permute(before, dims, factor.id, order)
             np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -34,7 +34,7 @@ def use_on_gpu(precision="bf16", length=6, channels=8, *, planned=False):
     build = lambda: Attention(channels)  # noqa: E731
     traced = assembled(build, loss, batch, "none", wide=False, precision=precision).traced
     search = KernelSearch("auto", "gpu", planned=planned)
-    found = find_kernels(traced, dim_classes(traced), lambda frame, variable: None, search)
+    found = find_kernels(traced, dim_classes(traced), lambda program, variable: None, search)
     (use,) = [use for use in found.uses if use.kind == "attention"]
     return use
 

@@ -1,4 +1,4 @@
-"""What blocks with kernels compute again for their backward pass."""
+"""What blocks with kernels recompute for their backward pass."""
 
 import jax
 import pytest
@@ -56,7 +56,7 @@ def _is_exp(eqn):
     ("mesh", "remat", "times"),
     [("data=1", "none", 2), ("data=1", "dots", 2), ("data=1", "full", 3), ("data=2", "dots", 2)],
 )
-def test_attention_is_computed_again_only_if_nothing_is_saved(mesh, remat, times):
+def test_attention_is_recomputed_only_if_nothing_is_saved(mesh, remat, times):
     """Once forward, once by its own gradient, and once more if its results are not saved."""
     assert count_exponentials(mesh, remat=remat) == BLOCKS * times
 

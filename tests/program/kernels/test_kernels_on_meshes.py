@@ -75,7 +75,7 @@ def check(mesh, options):
     again = [line for line in certificate.kernels if "loss" in line and "recomputed" in line]
     for axis, own in plain.axes.items():
         sent = found.axes[axis].sent_bytes
-        # A loss that is computed again needs the maximum and the sum of each of the device's rows
+        # A loss that is recomputed needs the maximum and the sum of each of the device's rows
         # again, where tensor divides the classes; totals are a few numbers.
         rows = SAMPLES * SIZES["context_length"] // 4 if again and axis == "tensor" else 0
         assert sent <= own.sent_bytes * 1.01 + 8 * rows, (axis, sent, own.sent_bytes)

@@ -1,4 +1,4 @@
-"""Loops over groups of blocks that are computed again block by block."""
+"""Loops over groups of blocks that are recomputed block by block."""
 
 import jax
 import optax
@@ -7,7 +7,7 @@ from flax import nnx
 
 import meshwright as mw
 from meshwright.models import build_model
-from meshwright.program.blocks.segments import cut_iteration
+from meshwright.program.blocks.block_lists import cut_iteration
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.on_mesh import layer_scans
@@ -47,10 +47,10 @@ def test_an_iteration_is_cut_into_its_blocks():
 @pytest.mark.parametrize(
     ("mesh", "remat", "precision"), [("fsdp=2", "full", "bf16"), ("data=2", "dots", "no")]
 )
-def test_blocks_that_are_computed_again_one_by_one_train_like_one_device(
+def test_blocks_that_are_recomputed_one_by_one_train_like_one_device(
     mesh, remat, precision, monkeypatch
 ):
-    # As on GPUs: CPUs compute all blocks of an iteration again at the same time.
+    # As on GPUs: CPUs recompute all blocks of an iteration at the same time.
     monkeypatch.setattr(MeshView, "platform", property(lambda view: "gpu"))
     cut = []
     monkeypatch.setattr(layer_scans, "cut_iteration", lambda p: cut.append(p) or cut_iteration(p))

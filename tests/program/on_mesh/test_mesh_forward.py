@@ -184,7 +184,7 @@ def test_half_precision_gradients_are_summed_over_devices_in_float32():
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_blocks_beside_a_loop_are_computed_again_like_those_in_it(precision):
+def test_blocks_beside_a_loop_are_recomputed_like_those_in_it(precision):
     """Of five blocks, every second one global, two pairs are rolled and one block is left over."""
     sizes = {"vocab_size": 64, "context_length": 8, "num_blocks": 5, "hidden_size": 16,
              "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_size": 32,

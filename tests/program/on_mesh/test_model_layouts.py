@@ -80,7 +80,7 @@ def test_a_dim_that_does_not_divide_is_named_with_its_size():
 
 def test_other_kinds_of_sharding_are_named():
     (remark,) = assembled(BOTH, SingleDeviceSharding(jax.devices()[0])).remarks
-    assert "SingleDeviceSharding: only a division over mesh axes" in remark
+    assert "SingleDeviceSharding: only sharding over mesh axes" in remark
 
 
 def test_many_modules_share_a_line():

@@ -21,7 +21,7 @@ def test_a_policy_of_jax_is_taken_by_its_name(kind):
 
 
 @pytest.mark.parametrize("kind", ["none", "dots", "full", "dots_saveable", "everything_saveable"])
-def test_complex_numbers_are_computed_again(kind):
+def test_complex_numbers_are_recomputed(kind):
     """JAX itself fails to save them."""
     policy = choose_remat(kind, keep_gathered=False).policy
     weight = jnp.linspace(0.1, 1, 8)

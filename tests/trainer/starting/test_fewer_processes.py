@@ -7,7 +7,8 @@ import pytest
 from meshwright.config.batch import Batch
 from meshwright.errors import UserError
 from meshwright.plan import Plan
-from meshwright.runtime.attempts import PROCESS_RANGE, ProcessRange
+from meshwright.runtime.attempts import PROCESS_RANGE, Fit, ProcessRange, Report
+from meshwright.runtime.heartbeat import Heartbeat
 from meshwright.trainer.starting.fewer_processes import plan_for_remaining, shrink_plan
 
 
@@ -91,12 +92,13 @@ def test_a_number_that_would_shard_less_than_a_smaller_one_is_passed_over(monkey
     def make(devices: int) -> Plan:
         return planned({"fsdp": devices}, samples=math.lcm(*range(1, 9)))
 
-    told: list[str] = []
+    heartbeat = Heartbeat(tmp_path / "0.beat")
     monkeypatch.setattr(
-        "meshwright.trainer.starting.fewer_processes.own_heartbeat",
-        lambda: type("Told", (), {"tell_meshes": staticmethod(told.append)}),
+        "meshwright.trainer.starting.fewer_processes.own_heartbeat", lambda: heartbeat
     )
     monkeypatch.setenv(PROCESS_RANGE, ProcessRange(4, 1).to_environment()[PROCESS_RANGE])
     plan_for_remaining(make, num_devices=1)
-    assert '"2": {"mesh": "fsdp=2"' in told[0]
-    assert "it would shard parameters over 1 device, and 2 processes over 2" in told[0]
+    report = Report.read(tmp_path / "0.report")
+    assert report.fits[2] == Fit("fsdp=2")
+    problem = "it would shard parameters over 1 device, and 2 processes over 2"
+    assert problem in report.fits[3].problem

@@ -13,7 +13,7 @@ from meshwright.cli.doctor.render import render
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
 from meshwright.errors import ExitCode, typed_line
 from meshwright.runtime.activity import activity
-from meshwright.runtime.host_memory import host_memory
+from meshwright.runtime.host_machine import host_memory
 from meshwright.text.units import counted
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 def ranks(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return what each launcher says about this process; None for values that are not numbers.
 
-    ``variables`` tells where each value comes from.
+    ``variables`` names the variable of each value.
     """
     found: list[dict[str, Any]] = []
     # The innermost launcher, which decides, comes first.

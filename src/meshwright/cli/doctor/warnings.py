@@ -55,7 +55,7 @@ def _together(report: Report) -> Warnings:
     for wrong in reduced["wrong_devices"]:
         yield (
             f"device {wrong['id']} {wrong['fault']} in an all-reduce",
-            "leave this device out and have it checked: it would corrupt the training silently",
+            "leave this device out and have it checked: it would silently corrupt training",
         )
     if reduced["error"] and not report["jax_error"]:
         yield (

@@ -19,7 +19,7 @@ from meshwright.pipeline.divide.block_cut import (
     path_of_blocks,
 )
 from meshwright.pipeline.divide.division import Division, divide_blocks
-from meshwright.program.blocks.crossing import describe_operation, user_of
+from meshwright.program.blocks.differences import describe_operation, user_of
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.evaluate.dependencies import inputs_of, needed_equations, select_outputs
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal

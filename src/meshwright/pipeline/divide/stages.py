@@ -25,17 +25,14 @@ from meshwright.pipeline.divide.stage_functions import (
     StageValues,
 )
 from meshwright.pipeline.divide.stage_rules import WithinStage
-from meshwright.program.evaluate.control_flow import ScanBody
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
-from meshwright.program.evaluate.gather import GatherSpecs
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, ScanBody
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.evaluate.weight_uses import WeightUse
+from meshwright.program.evaluate.weight_uses import GatherSpecs, WeightUse
 from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
 from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.layer_scans import LayerScans, shared_weights
-from meshwright.program.on_mesh.local_forward import LocalDraws
-from meshwright.program.on_mesh.mesh_forward import mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.mesh_forward import LocalDraws, mesh_evaluator, weight_uses
 from meshwright.program.on_mesh.remat import Remat
 
 
@@ -240,7 +237,7 @@ class Stages:
             self.uses,
             where.remat,
             wide=where.wide,
-            pins=where.pins,
+            constraints=where.pins,
             weight_only=where.weights,
             kernels=where.kernels,
             first=[*draws, WithinStage(mesh)],

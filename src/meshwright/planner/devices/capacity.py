@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from meshwright.hardware import Hardware, detect, find_chip
-from meshwright.runtime.host_memory import host_memory
+from meshwright.runtime.host_machine import host_memory
 from meshwright.text.units import counted, human_bytes
 
 SHARED = "devices of one host share its memory, so that more of them hold no more"

@@ -29,8 +29,7 @@ from meshwright.hardware.hardware_file import checked_row, plain_name
 from meshwright.planner.devices.axis_layout import inside_links
 from meshwright.planner.devices.device_speed import DeviceTimer, fit_products
 from meshwright.runtime.activity import activity
-from meshwright.runtime.host_memory import host_memory
-from meshwright.runtime.user_cache import user_cache
+from meshwright.runtime.host_machine import host_memory, user_cache
 from meshwright.runtime.versions import package_versions
 
 FORMAT = 1

@@ -106,7 +106,7 @@ class TracedPrograms:
 
     def _make_cut(self, precision: Precision) -> BlockCut:
         """Return the program cut into its blocks, which is the same for any number of stages."""
-        rolled = roll_program(self.program(precision, "unroll").traced, evenly_joined=True)
+        rolled = roll_program(self.program(precision, "unroll").traced, even_connections=True)
         return cut_blocks(rolled.traced, rolled.remarks)
 
     def _order_by_stage(self, precision: Precision, stages: int, num_chunks: int) -> StepProgram:

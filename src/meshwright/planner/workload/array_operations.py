@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from meshwright.program.dims import Atom, Frame
+from meshwright.program.dims import DimFactor, ProgramDims
 from meshwright.program.jaxpr.equations import Equation, Literal, name_stack, scan_counts
 from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT
 
@@ -49,7 +49,7 @@ class Array:
             values.
     """
 
-    dims: tuple[tuple[Atom, ...], ...]
+    dims: tuple[tuple[DimFactor, ...], ...]
     itemsize: int
     leaf: int | None = None
     of_weights: bool = False
@@ -107,13 +107,13 @@ class Operations:
         outputs: its results; None for literals.
     """
 
-    frame: Frame
+    frame: ProgramDims
     inputs: list[Array]
     operations: list[Operation]
     outputs: list[Array | None]
 
 
-def list_operations(frame: Frame, weights: Collection[int] = ()) -> Operations:
+def list_operations(frame: ProgramDims, weights: Collection[int] = ()) -> Operations:
     """Return the operations of a traced program.
 
     Args:
@@ -126,14 +126,14 @@ def list_operations(frame: Frame, weights: Collection[int] = ()) -> Operations:
     return _program(frame, inputs)
 
 
-def _program(frame: Frame, inputs: list[Array]) -> Operations:
+def _program(frame: ProgramDims, inputs: list[Array]) -> Operations:
     operations: list[Operation] = []
     outputs = _inline(frame, inputs, operations)
     return Operations(frame, inputs, _needed(operations, outputs), outputs)
 
 
 def _inline(
-    frame: Frame, arguments: Sequence[Array | None], operations: list[Operation]
+    frame: ProgramDims, arguments: Sequence[Array | None], operations: list[Operation]
 ) -> list[Array | None]:
     """Add the operations of a program, with calls replaced by their bodies; return its results."""
     jaxpr = frame.jaxpr
@@ -176,7 +176,7 @@ def _inline(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _add_bodies(operation: Operation, called: Sequence[Frame]) -> None:
+def _add_bodies(operation: Operation, called: Sequence[ProgramDims]) -> None:
     eqn = operation.eqn
     for frame in called:
         body_inputs = [_array(frame, v) for v in frame.jaxpr.invars]
@@ -217,6 +217,6 @@ def _needed(operations: Sequence[Operation], outputs: Iterable[Array | None]) ->
     return kept[::-1]
 
 
-def _array(frame: Frame, variable: Any) -> Array:
+def _array(frame: ProgramDims, variable: Any) -> Array:
     dtype = getattr(variable.aval, "dtype", None)
     return Array(frame.dims(variable), getattr(dtype, "itemsize", 4))

@@ -8,14 +8,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from meshwright.program.blocks.block_lists import BlockList
-from meshwright.program.blocks.crossing import describe_jump, describe_operation
 from meshwright.program.blocks.differences import (
+    describe_jump,
+    describe_operation,
     equation_difference,
     first_difference,
+    repeating_parts,
     results_of,
     same_literal,
 )
-from meshwright.program.blocks.repeats import repeating_parts
 from meshwright.program.evaluate.dependencies import variables, variables_read
 from meshwright.program.jaxpr.equations import (
     REARRANGES,

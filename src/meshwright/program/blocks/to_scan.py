@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from meshwright.program.blocks.block_lists import (
     pattern_of,
     why_no_list,
 )
-from meshwright.program.blocks.joints import even_joints
+from meshwright.program.blocks.connections import read_atom, with_even_connections
 from meshwright.program.blocks.prove_equal import Column, Name, RolledBlockList, roll_block_list
 from meshwright.program.blocks.rows import RowBlocks, Rows, array_of, roll_rows
 from meshwright.program.evaluate.evaluator import Evaluator
@@ -62,16 +62,17 @@ class RollResult:
     remarks: tuple[str, ...]
 
 
-def roll_program(traced: TracedLoss, *, evenly_joined: bool = False) -> RollResult:
+def roll_program(traced: TracedLoss, *, even_connections: bool = False) -> RollResult:
     """Replace every list of equal blocks by a scan over their stacked leaves.
 
     Args:
         traced: the program.
-        evenly_joined: also roll blocks between which the model computes different things, at the
-            cost of passing on all values that are read later (`even_joints`).
+        even_connections: also roll blocks between which the model computes different things, at the
+            cost of passing on all values that are read later (`with_even_connections`).
     """
-    even = even_joints(traced, partial(_same_leaves, traced.layout)) if evenly_joined else None
-    traced, apart = (even.traced, even.apart) if even else (traced, frozenset[str]())
+    apart = frozenset[str]()
+    if even_connections:
+        traced, apart = with_even_connections(traced, partial(_same_leaves, traced.layout))
     jaxpr = traced.closed.jaxpr
     rolled_lists: list[RolledBlockList] = []
     remarks: list[str] = []
@@ -275,7 +276,7 @@ class _Builder:
             results += [inner[s.result].astype(aval_of(s.casts[0]).dtype) for s in cast]
             return [inner[c.passed_on] for c in rolled.carries], results
 
-        init = [_read(c.initial, env) for c in rolled.carries]
+        init = [read_atom(c.initial, env) for c in rolled.carries]
         xs = [self._stack(name, rolled.varying[name], env) for name in names]
         # State that is only written is passed to the scan too: it belongs to the blocks.
         xs += [env.leaves[n] for n in self._unread(rolled, written)]
@@ -294,7 +295,7 @@ class _Builder:
         if array := array_of(atoms, self.rows):
             return env[array]
         if name not in self.groups:
-            return jnp.stack([_read(atom, env) for atom in atoms])
+            return jnp.stack([read_atom(atom, env) for atom in atoms])
         stacked = env.leaves[self.numbers[self.groups[name]]]
         dtype = aval_of(name).dtype
         return stacked if stacked.dtype == dtype else stacked.astype(dtype)
@@ -311,7 +312,7 @@ class _Builder:
     def _outputs(self, env: _LazyValues, inputs: Sequence[Any]) -> list[Any]:
         pairs = self.traced.num_results
         outvars = self.jaxpr.outvars
-        values = [_read(atom, env) for atom in outvars[:pairs]]
+        values = [read_atom(atom, env) for atom in outvars[:pairs]]
         after = dict(zip(self.traced.kept, outvars[pairs:], strict=True))
         for number in (number for numbers in self._kept() for number in numbers):
             step = self.layout.step_leaves[number]
@@ -323,7 +324,7 @@ class _Builder:
             elif are_variables and step.stacked and atoms in env.stacks:
                 values.append(env.stacks[atoms])
             else:
-                each = [_read(atom, env) for atom in atoms]
+                each = [read_atom(atom, env) for atom in atoms]
                 values.append(jnp.stack(each) if step.stacked else each[0])
         return values
 
@@ -364,7 +365,7 @@ def _extend(env: _LazyValues, eqns: Sequence[Equation], evaluator: Evaluator) ->
     """
     for eqn in eqns:
         for atom in eqn.invars:
-            _read(atom, env)
+            read_atom(atom, env)
         evaluator.extend(env, [eqn])
 
 
@@ -400,7 +401,3 @@ def _with_patterns(layout: Layout) -> Layout:
 
 def _results(rolled: RolledBlockList) -> set[Var]:
     return {name for names in rolled.results.values() for name in names}
-
-
-def _read(atom: Atom, env: Mapping[Var, Any]) -> Any:
-    return jnp.asarray(atom.val, aval_of(atom).dtype) if isinstance(atom, Literal) else env[atom]

@@ -1,24 +1,24 @@
 """Dim classes: which dims of a traced program belong together, and what sharding them costs."""
 
-from meshwright.program.dims.atoms import Atom
 from meshwright.program.dims.classes import (
     DimClasses,
-    Event,
     LeafDims,
     LeafLabel,
     Roles,
     find_dim_classes,
 )
-from meshwright.program.dims.walk import Frame, all_frames
+from meshwright.program.dims.factors import DimFactor
+from meshwright.program.dims.op import ShardingEvent
+from meshwright.program.dims.walk import ProgramDims, all_programs
 
 __all__ = [
-    "Atom",
     "DimClasses",
-    "Event",
-    "Frame",
+    "DimFactor",
     "LeafDims",
     "LeafLabel",
+    "ProgramDims",
     "Roles",
-    "all_frames",
+    "ShardingEvent",
+    "all_programs",
     "find_dim_classes",
 ]

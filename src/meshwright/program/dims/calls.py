@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from meshwright.program.dims.atoms import Dim, Dims
+from meshwright.program.dims.factors import Dim, Dims
 from meshwright.program.dims.op import Op, Value, is_inexact, shape_of
 from meshwright.program.jaxpr.equations import Jaxpr, scan_counts
 
@@ -24,8 +24,10 @@ _BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 def body_of(op: Op) -> Jaxpr | None:
     """Return the program of a plain call, with the same inputs and outputs as the equation."""
     for key in _BODY_KEYS:
-        body = _open(op.params.get(key))
-        if body is not None and _fits(body.invars, op.avals) and _fits(body.outvars, op.out_avals):
+        body = _jaxpr(op.params.get(key))
+        if not isinstance(body, Jaxpr):
+            continue
+        if _fits(body.invars, op.avals) and _fits(body.outvars, op.out_avals):
             return body
     return None
 
@@ -40,7 +42,7 @@ def call(op: Op, enter: Enter) -> list[Value]:
 def scan(op: Op, enter: Enter) -> list[Value]:
     """Walk the body once: carries keep their dims, scanned operands lose the first one."""
     consts, carries = scan_counts(op.equation)
-    body, length = _body(op, "jaxpr"), op.params["length"]
+    body, length = _jaxpr(op.params["jaxpr"]), op.params["length"]
     start = consts + carries
     values = list(op.operands[:consts])
     values += _carried(op, range(consts, start))
@@ -64,8 +66,8 @@ def while_loop(op: Op, enter: Enter) -> list[Value]:
     num_cond, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
     start = num_cond + num_body
     carried = _carried(op, range(start, len(op.operands)))
-    enter(_body(op, "cond_jaxpr"), [*op.operands[:num_cond], *carried], 1)
-    results = enter(_body(op, "body_jaxpr"), [*op.operands[num_cond:start], *carried], 1)
+    enter(_jaxpr(op.params["cond_jaxpr"]), [*op.operands[:num_cond], *carried], 1)
+    results = enter(_jaxpr(op.params["body_jaxpr"]), [*op.operands[num_cond:start], *carried], 1)
     for before, after in zip(carried, results, strict=True):
         op.unify_all(before.dims, after.dims)
     return results
@@ -73,7 +75,7 @@ def while_loop(op: Op, enter: Enter) -> list[Value]:
 
 def cond(op: Op, enter: Enter) -> list[Value]:
     """Walk every branch and merge their results."""
-    branches = [enter(_closed(branch), op.operands[1:], 1) for branch in op.params["branches"]]
+    branches = [enter(_jaxpr(branch), op.operands[1:], 1) for branch in op.params["branches"]]
     merged = list[Value]()
     for first, *others in zip(*branches, strict=True):
         for other in others:
@@ -83,8 +85,8 @@ def cond(op: Op, enter: Enter) -> list[Value]:
 
 
 def shard_map(op: Op, enter: Enter) -> list[Value]:
-    """Walk the body of a shard_map, in which a divided dim is its minor factor."""
-    body = _body(op, "jaxpr")
+    """Walk the body of a shard_map, in which a sharded dim is its minor factor."""
+    body = _jaxpr(op.params["jaxpr"])
     values = [
         value._replace(dims=_local(op, operand, shape_of(var.aval)))
         for operand, (value, var) in enumerate(zip(op.operands, body.invars, strict=True))
@@ -140,20 +142,9 @@ def _sliced(value: Value) -> Value:
     return value._replace(dims=value.dims[1:])
 
 
-def _body(op: Op, key: str) -> Jaxpr:
-    return _closed(op.params[key])
-
-
-def _closed(program: Any) -> Jaxpr:
-    body = _open(program)
-    assert body is not None
-    return body
-
-
-def _open(program: Any) -> Jaxpr | None:
-    """Return the jaxpr inside a closed one, or an open one as it is."""
-    inner = getattr(program, "jaxpr", program)
-    return inner if isinstance(inner, Jaxpr) else None
+def _jaxpr(program: Any) -> Any:
+    """Return the jaxpr inside a closed one, and anything else as it is."""
+    return getattr(program, "jaxpr", program)
 
 
 def _fits(variables: Sequence[Any], avals: Sequence[Any]) -> bool:

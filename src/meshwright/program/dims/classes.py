@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from meshwright.program.dims.atoms import Atom, Dim, atoms
-from meshwright.program.dims.op import EventKind, KernelUse, Log, LoggedEvent, nbytes_of, shape_of
-from meshwright.program.dims.walk import Frame, Walk
-from meshwright.program.jaxpr.equations import ClosedJaxpr
+from meshwright.program.dims.factors import DimFactor, class_ids
+from meshwright.program.dims.op import EventKind, KernelUse, Log, ShardingEvent, nbytes_of, shape_of
+from meshwright.program.dims.walk import ProgramDims, Walk, all_programs
+from meshwright.program.jaxpr.equations import Atom, ClosedJaxpr, Equation
+from meshwright.program.jaxpr.equations import Literal as Constant
 
 LeafRole = Literal["param", "frozen", "state", "batch"]
 """A trained parameter, a frozen one, other state, or a part of the batch."""
@@ -35,7 +36,7 @@ class LeafDims:
         path: canonical path, such as ``blocks.0.mlp.up.kernel``.
         shape: its shape.
         nbytes: its bytes.
-        dims: for each dim its atoms, major first; a dim of size 1 has none.
+        dims: for each dim its factors, major first; a dim of size 1 has none.
         uses: how dots, convolutions and lookups over data use its classes; empty for leaves that
             no such operation reads (biases, scales, position tables that are added).
     """
@@ -44,7 +45,7 @@ class LeafDims:
     path: str
     shape: tuple[int, ...]
     nbytes: int
-    dims: tuple[tuple[Atom, ...], ...]
+    dims: tuple[tuple[DimFactor, ...], ...]
     uses: Mapping[KernelUse, frozenset[int]]
 
     @property
@@ -56,7 +57,7 @@ class LeafDims:
         """Return the positions of the dims that are used in one of these ways."""
         classes = frozenset[int]().union(*(self.uses.get(use, frozenset()) for use in uses))
         return tuple(
-            d for d, dim in enumerate(self.dims) if any(atom.id in classes for atom in dim)
+            d for d, dim in enumerate(self.dims) if any(factor.id in classes for factor in dim)
         )
 
 
@@ -70,46 +71,6 @@ class Roles(NamedTuple):
 
     column: tuple[int, ...]
     row: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something an operation does with a class that costs communication if it is sharded.
-
-    Attributes:
-        kind: what happens, see `EventKind`.
-        classes: the classes concerned.
-        nbytes: bytes of the array that would be reduced or gathered, each time.
-        times: how often the surrounding loops run the operation (unknown counts are 1).
-        primitive: the operation.
-        path: its module; empty if unknown.
-        source: the array that is spread or gathered; partial results for one array are merged
-            before they are sent, so events with the same source cost once. -1 if it has none.
-        kept: the classes of the array that is reduced. If one of them is sharded as well, each
-            device needs only its own part.
-        weight: for a product of the batch itself, which is whole on every device, the bytes of
-            the weight: gathering it is the alternative. 0 for other events.
-    """
-
-    kind: EventKind
-    classes: frozenset[int]
-    nbytes: int
-    times: int
-    primitive: str
-    path: str
-    source: int
-    kept: frozenset[int] = frozenset()
-    weight: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes over all runs of the operation."""
-        return self.nbytes * self.times
-
-    @property
-    def blocking(self) -> bool:
-        """Whether the operation needs the class whole."""
-        return self.kind in ("gather", "block")
 
 
 @dataclass(frozen=True)
@@ -127,13 +88,13 @@ class DimClasses:
         events: what would cost communication, in program order.
     """
 
-    root: Frame
+    root: ProgramDims
     leaves: tuple[LeafDims, ...]
     batch: frozenset[int]
     heads: frozenset[int]
     inside_heads: frozenset[int]
     channels: frozenset[int]
-    events: tuple[Event, ...]
+    events: tuple[ShardingEvent, ...]
 
     @cached_property
     def weights(self) -> tuple[LeafDims, ...]:
@@ -182,10 +143,29 @@ class DimClasses:
             return Roles(column, row)
         return Roles(leaf.dims_used_as("entry"), leaf.dims_used_as("lookup"))
 
-    def events_of(self, classes: Iterable[int]) -> list[Event]:
+    def events_of(self, classes: Iterable[int]) -> list[ShardingEvent]:
         """Return the events of any of these classes, in program order."""
         numbers = {number for c in classes for number in self._events_by_class.get(c, ())}
         return [self.events[number] for number in sorted(numbers)]
+
+    def equations(self) -> Iterator[tuple[ProgramDims, Equation]]:
+        """Yield all equations, each with the program it is in."""
+        for program in all_programs(self.root):
+            yield from ((program, eqn) for eqn in program.jaxpr.eqns)
+
+    def events_at(self, program: ProgramDims, number: int) -> list[ShardingEvent]:
+        """Return the events of an equation, given by its number in a program."""
+        return [self.events[n] for n in program.noted.get(number, ())]
+
+    def combines_samples(self, program: ProgramDims, number: int) -> bool:
+        """Whether an equation, given by its number in a program, combines several samples."""
+        events = self.events_at(program, number)
+        return any(e.kind != "spread" and e.classes & self.batch for e in events)
+
+    def sample_dims(self, program: ProgramDims, atom: Atom) -> list[int]:
+        """Return the dims of a value of a program that have samples in them."""
+        dims = () if isinstance(atom, Constant) else program.dims(atom)
+        return [n for n, dim in enumerate(dims) if any(f.id in self.batch for f in dim)]
 
     def traffic(self, classes: Iterable[int]) -> int:
         """Return the bytes each device sends per training step if these classes are sharded.
@@ -239,8 +219,8 @@ def find_dim_classes(program: ClosedJaxpr, labels: Sequence[LeafLabel]) -> DimCl
         batch=batch,
         heads=heads,
         inside_heads=inside_heads,
-        channels=_class_ids(walk.log.channels) - batch,
-        events=tuple(map(_final, walk.log.events)),
+        channels=class_ids(walk.log.channels) - batch,
+        events=tuple(walk.log.events),
     )
 
 
@@ -248,7 +228,7 @@ def _uses(log: Log) -> Mapping[int, Mapping[KernelUse, frozenset[int]]]:
     uses = defaultdict[int, dict[KernelUse, frozenset[int]]](dict)
     for leaves, use, dim in log.uses:
         for leaf in leaves:
-            uses[leaf][use] = uses[leaf].get(use, frozenset()) | _class_ids([dim])
+            uses[leaf][use] = uses[leaf].get(use, frozenset()) | class_ids([dim])
     return uses
 
 
@@ -263,33 +243,15 @@ def _attention(log: Log, leaves: Sequence[LeafDims]) -> tuple[frozenset[int], fr
     of_kernels = _ids(dim for leaf in leaves if leaf.is_kernel for dim in leaf.dims) - of_data
     heads, inside = set[int](), set[int]()
     for product in log.products:
-        shared = _class_ids(product.shared) & of_kernels
+        shared = class_ids(product.shared) & of_kernels
         if shared:
-            contracted = _class_ids(product.contracted)
+            contracted = class_ids(product.contracted)
             heads |= shared
             inside |= contracted
             if contracted & of_kernels:
-                heads |= _class_ids(product.free) & of_kernels
+                heads |= class_ids(product.free) & of_kernels
     return frozenset(heads), frozenset(inside - heads)
 
 
-def _final(event: LoggedEvent) -> Event:
-    return Event(
-        kind=event.kind,
-        classes=_class_ids(event.dims),
-        nbytes=event.nbytes,
-        times=event.times,
-        primitive=event.primitive,
-        path=event.path,
-        source=event.source,
-        kept=_class_ids(event.kept),
-        weight=event.weight,
-    )
-
-
-def _class_ids(dims: Iterable[Dim]) -> frozenset[int]:
-    return _ids(map(atoms, dims))
-
-
-def _ids(dims: Iterable[Iterable[Atom]]) -> frozenset[int]:
-    return frozenset(atom.id for dim in dims for atom in dim)
+def _ids(dims: Iterable[Iterable[DimFactor]]) -> frozenset[int]:
+    return frozenset(factor.id for dim in dims for factor in dim)

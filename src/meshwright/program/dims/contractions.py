@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.program.dims.atoms import NO_DIM, Dim, Dims
+from meshwright.program.dims.factors import NO_DIM, Dim, Dims
 from meshwright.program.dims.op import Op, Product, Rule, pick, unknown, without
 
 HEADS_BEFORE_SEQUENCE = 1
@@ -18,7 +18,7 @@ def dot_general(op: Op) -> list[Dims]:
 
 
 def ragged_dot(op: Op) -> list[Dims]:
-    """Multiply each row by one kernel of a stack: neither rows nor stack can be divided."""
+    """Multiply each row by one kernel of a stack: neither rows nor stack can be sharded."""
     numbers = op.params["ragged_dot_dimension_numbers"]
     stack = tuple(numbers.rhs_group_dimensions)
     op.gather(pick(op.dims(0), numbers.lhs_ragged_dimensions), 0)

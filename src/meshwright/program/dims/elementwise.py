@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.program.dims.atoms import NO_DIM, Dim, Dims
+from meshwright.program.dims.factors import NO_DIM, Dim, Dims
 from meshwright.program.dims.op import Op, Rule, primitives
 from meshwright.program.jaxpr.equations import WITHOUT_RESULT
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.program.dims.atoms import Dim, Dims, Factors
+from meshwright.program.dims.factors import Dim, Dims, Factors, class_ids
 from meshwright.program.jaxpr.equations import Equation
 
 Shape = tuple[int, ...]
@@ -52,8 +53,23 @@ class Value(NamedTuple):
     source: int
 
 
-class LoggedEvent(NamedTuple):
-    """An event before the classes are final; the fields are those of `Event`."""
+@dataclass(frozen=True)
+class ShardingEvent:
+    """Something an operation does with a class that costs communication if it is sharded.
+
+    Attributes:
+        kind: what happens, see `EventKind`.
+        dims: the dims concerned.
+        nbytes: bytes of the array that would be reduced or gathered, each time.
+        times: how often the surrounding loops run the operation (unknown counts are 1).
+        primitive: the operation.
+        path: its module; empty if unknown.
+        source: the array that is spread or gathered; partial results for one array are merged
+            before they are sent, so events with the same source cost once. -1 if it has none.
+        kept_dims: the dims of the array that is reduced.
+        weight: for a product of the batch itself, which is whole on every device, the bytes of
+            the weight: gathering it is the alternative. 0 for other events.
+    """
 
     kind: EventKind
     dims: Dims
@@ -62,8 +78,31 @@ class LoggedEvent(NamedTuple):
     primitive: str
     path: str
     source: int
-    kept: Dims = ()
-    weight: int = 0
+    kept_dims: Dims
+    weight: int
+
+    @cached_property
+    def classes(self) -> frozenset[int]:
+        """The classes concerned, once all dims of the program are known."""
+        return class_ids(self.dims)
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The classes of the array that is reduced.
+
+        If one of them is sharded as well, each device needs only its own part.
+        """
+        return class_ids(self.kept_dims)
+
+    @property
+    def total(self) -> int:
+        """Bytes over all runs of the operation."""
+        return self.nbytes * self.times
+
+    @property
+    def blocking(self) -> bool:
+        """Whether the operation needs the class whole."""
+        return self.kind in ("gather", "block")
 
 
 class LoggedUse(NamedTuple):
@@ -93,7 +132,7 @@ class Log:
         channels: the dims of convolution channels.
     """
 
-    events: list[LoggedEvent] = field(default_factory=list[LoggedEvent])
+    events: list[ShardingEvent] = field(default_factory=list[ShardingEvent])
     uses: list[LoggedUse] = field(default_factory=list[LoggedUse])
     products: list[Product] = field(default_factory=list[Product])
     channels: list[Dim] = field(default_factory=list[Dim])
@@ -176,15 +215,14 @@ class Op:
         dims: Iterable[Dim],
         nbytes: int,
         source: int = -1,
-        **details: Any,
+        kept: Dims = (),
+        weight: int = 0,
     ) -> None:
-        """Log an event for the classes of these dims; the details are fields of `Event`."""
-        whole = tuple(dim for dim in dims if dim)
-        if whole:
-            event = LoggedEvent(
-                kind, whole, nbytes, self.times, self.name, self.path, source, **details
-            )
-            self.log.events.append(event)
+        """Log an event for the classes of these dims; see `ShardingEvent`."""
+        larger = tuple(dim for dim in dims if dim)
+        if larger:
+            at = self.times, self.name, self.path
+            self.log.events.append(ShardingEvent(kind, larger, nbytes, *at, source, kept, weight))
 
     def reduce(self, dims: Iterable[Dim], kept: Dims = ()) -> None:
         """Log that the results are sums, maxima or picks over these dims."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.program.dims.atoms import Dims
+from meshwright.program.dims.factors import Dims
 from meshwright.program.dims.op import Op, Rule, pick, primitives, without
 
 

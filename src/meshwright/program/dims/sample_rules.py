@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.program.dims import DimClasses, Frame
+from meshwright.program.dims import DimClasses, ProgramDims
 from meshwright.program.dims.elementwise import FROM_NOTHING, SAME_NUMBERS
 from meshwright.program.dims.sample_values import (
     EquationPair,
@@ -63,7 +63,7 @@ class ProgramPair:
         return value.factor / self._ratio
 
     def _walk(
-        self, first: Frame, second: Frame, inputs: Sequence[SampleValue]
+        self, first: ProgramDims, second: ProgramDims, inputs: Sequence[SampleValue]
     ) -> list[SampleValue]:
         """Return what is known about the results of a program."""
         known: dict[Any, SampleValue] = dict(zip(first.jaxpr.invars, inputs, strict=True))
@@ -77,23 +77,16 @@ class ProgramPair:
                 other = second.jaxpr.eqns[number]
                 pairs = zip(eqn.invars, other.invars, strict=True)
                 operands = [_read(known, *atoms) for atoms in pairs]
-                frames = first.calls.get(number, ()), second.calls.get(number, ())
-                results = self._equation(EquationPair(first, number, eqn, other, operands, *frames))
+                programs = first.calls.get(number, ()), second.calls.get(number, ())
+                results = self._equation(
+                    EquationPair(first, number, eqn, other, operands, *programs)
+                )
             known.update(zip(eqn.outvars, results, strict=True))
         outputs = zip(first.jaxpr.outvars, second.jaxpr.outvars, strict=True)
         return [_read(known, *atoms) for atoms in outputs]
 
-    def _kind_by_dims(self, frame: Frame, variable: Any) -> Kind:
-        return "per_sample" if self._sample_dims(frame, variable) else "independent"
-
-    def _sample_dims(self, frame: Frame, variable: Any) -> list[int]:
-        batch = self._first.batch
-        dims = enumerate(frame.dims(variable))
-        return [n for n, atoms in dims if any(atom.id in batch for atom in atoms)]
-
-    def _combines_samples(self, pair: EquationPair) -> bool:
-        events = (self._first.events[n] for n in pair.frame.noted.get(pair.number, ()))
-        return any(e.kind != "spread" and e.classes & self._first.batch for e in events)
+    def _kind_by_dims(self, program: ProgramDims, variable: Any) -> Kind:
+        return "per_sample" if self._first.sample_dims(program, variable) else "independent"
 
     def _equation(self, pair: EquationPair) -> list[SampleValue]:
         try:
@@ -112,11 +105,13 @@ class ProgramPair:
                 raise value.error
         if kinds <= {"independent"}:
             return self._of_independent(pair)
-        if pair.first_frames and (self._combines_samples(pair) or "sum" in kinds):
+        if pair.first_calls and (
+            self._first.combines_samples(pair.program, pair.number) or "sum" in kinds
+        ):
             raise pair.mixed("combines samples")
         if "sum" in kinds:
             return [self._of_sums(pair, kinds)]
-        if self._combines_samples(pair):
+        if self._first.combines_samples(pair.program, pair.number):
             return [self._combined(pair)]
         return [self._of_samples(pair, variable) for variable in pair.first.outvars]
 
@@ -124,7 +119,7 @@ class ProgramPair:
         """Return results that depend on no sample: constants, or functions of the weights."""
         variables = pair.first.outvars
         if pair.name in FROM_NOTHING and pair.name != "iota":
-            results = [SampleValue(self._kind_by_dims(pair.frame, v)) for v in variables]
+            results = [SampleValue(self._kind_by_dims(pair.program, v)) for v in variables]
             if pair.name != "random_bits" and any(r.kind == "per_sample" for r in results):
                 # A device that makes keys for its samples alone would draw other numbers.
                 raise pair.mixed("makes a random key for each sample", combines=False)
@@ -133,10 +128,14 @@ class ProgramPair:
             return results
         if pair.name == "iota":
             dim = pair.first.params["dimension"]
-            counts_samples = dim in self._sample_dims(pair.frame, variables[0])
+            counts_samples = dim in self._first.sample_dims(pair.program, variables[0])
             return [SampleValue("independent", None if counts_samples else 1.0)]
         try:
-            factor = None if self._combines_samples(pair) else self._factor(pair)
+            factor = (
+                None
+                if self._first.combines_samples(pair.program, pair.number)
+                else self._factor(pair)
+            )
         except MixedSamplesError:
             # Not an error unless something is computed with it.
             factor = None
@@ -165,8 +164,8 @@ class ProgramPair:
         """Return the result of an operation that treats each sample by itself."""
         for value, atom in zip(pair.operands, pair.first.invars, strict=True):
             if value.kind == "independent" and not isinstance(atom, Literal):
-                _check_uniform(pair, value, self._sample_dims(pair.frame, atom))
-        dims = self._sample_dims(pair.frame, variable)
+                _check_uniform(pair, value, self._first.sample_dims(pair.program, atom))
+        dims = self._first.sample_dims(pair.program, variable)
         if not dims:
             # The operation combines no samples, so a result without samples depends on none.
             return SampleValue("independent", self._factor(pair))
@@ -183,7 +182,7 @@ class ProgramPair:
             return pair.operands[0].position_columns if is_copy else frozenset()
         axis, start, columns = pair.first.params["dimension"], 0, set[int]()
         for value, atom in zip(pair.operands, pair.first.invars, strict=True):
-            shape, dims = aval_of(atom).shape, self._sample_dims(pair.frame, atom)
+            shape, dims = aval_of(atom).shape, self._first.sample_dims(pair.program, atom)
             if value.kind == "independent" and dims and value.constants is not None:
                 positions = np.moveaxis(value.constants[0], dims[0], -1)
                 if shape[axis] != 1 or (positions != np.arange(shape[dims[0]])).any():
@@ -194,7 +193,7 @@ class ProgramPair:
 
     def _combined(self, pair: EquationPair) -> SampleValue:
         """Return the result of an operation across samples: a sum, or each sample's own row."""
-        dims = self._sample_dims(pair.frame, pair.first.outvars[0])
+        dims = self._first.sample_dims(pair.program, pair.first.outvars[0])
         if pair.name in ("reduce_sum", "dot_general") and not dims:
             return SampleValue("sum", self._factor(pair))
         if pair.name == "gather" and len(dims) == 1 and self._looks_up_own_row(pair):
@@ -203,7 +202,7 @@ class ProgramPair:
 
     def _looks_up_own_row(self, pair: EquationPair) -> bool:
         numbers = pair.first.params["dimension_numbers"]
-        dims = self._sample_dims(pair.frame, pair.first.invars[0])
+        dims = self._first.sample_dims(pair.program, pair.first.invars[0])
         looked_up = [numbers.start_index_map[n] for n in pair.operands[1].position_columns]
         return len(dims) == 1 and dims == looked_up and dims[0] in numbers.collapsed_slice_dims
 
@@ -232,13 +231,13 @@ class ProgramPair:
             return self._enter_cond(pair)
         if pair.name == "scan":
             return self._enter_scan(pair)
-        return self._walk(pair.first_frames[0], pair.second_frames[0], pair.operands)
+        return self._walk(pair.first_calls[0], pair.second_calls[0], pair.operands)
 
     def _enter_cond(self, pair: EquationPair) -> list[SampleValue]:
         if pair.operands[0].kind != "independent":
             raise pair.operands[0].error or pair.mixed("combines samples")
-        frames = zip(pair.first_frames, pair.second_frames, strict=True)
-        first, *rest = (self._walk(*both, pair.operands[1:]) for both in frames)
+        programs = zip(pair.first_calls, pair.second_calls, strict=True)
+        first, *rest = (self._walk(*both, pair.operands[1:]) for both in programs)
         if all(same_kind(a, b) for others in rest for a, b in zip(first, others, strict=True)):
             return first
         raise pair.mixed("combines samples")
@@ -247,13 +246,13 @@ class ProgramPair:
         num_consts, num_carry = scan_counts(pair.first)
         stop = num_consts + num_carry
         for value, atom in zip(pair.operands[stop:], pair.first.invars[stop:], strict=True):
-            if value.kind == "per_sample" and 0 in self._sample_dims(pair.frame, atom):
+            if value.kind == "per_sample" and 0 in self._first.sample_dims(pair.program, atom):
                 raise pair.mixed("loops over samples")
         operands = [replace(value, constants=None) for value in pair.operands]
         error: MixedSamplesError | None = None
         # Repeated, because a carry is zero before the first sum is added to it.
         for _ in range(3):
-            results = self._walk(pair.first_frames[0], pair.second_frames[0], operands)
+            results = self._walk(pair.first_calls[0], pair.second_calls[0], operands)
             before, operands[num_consts:stop] = operands[num_consts:stop], results[:num_carry]
             if all(map(same_kind, before, results)):
                 return results

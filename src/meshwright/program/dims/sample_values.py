@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.program.dims import Frame
+from meshwright.program.dims import ProgramDims
 from meshwright.program.jaxpr.equations import Equation, aval_of, bind, name_stack
 from meshwright.program.jaxpr.names import module_of
 
@@ -63,22 +63,22 @@ class EquationPair:
     """One equation in both programs.
 
     Attributes:
-        frame: the dims of the first program.
+        program: the dims of the first program.
         number: the number of the equation.
         first: the equation in the first program.
         second: the equation in the second program.
         operands: what is known about the operands.
-        first_frames: the programs that the equation calls in the first program.
-        second_frames: the programs that the equation calls in the second program.
+        first_calls: the programs that the equation calls in the first program.
+        second_calls: the programs that the equation calls in the second program.
     """
 
-    frame: Frame
+    program: ProgramDims
     number: int
     first: Equation
     second: Equation
     operands: Sequence[SampleValue]
-    first_frames: tuple[Frame, ...]
-    second_frames: tuple[Frame, ...]
+    first_calls: tuple[ProgramDims, ...]
+    second_calls: tuple[ProgramDims, ...]
 
     @property
     def name(self) -> str:
@@ -88,10 +88,10 @@ class EquationPair:
     @property
     def can_be_entered(self) -> bool:
         """Whether it is a call, a loop or a cond whose programs can be walked through."""
-        counts = len(self.first_frames), len(self.second_frames)
+        counts = len(self.first_calls), len(self.second_calls)
         if self.name == "cond":
             return counts[0] == counts[1] > 0
-        return counts == (1, 1) and len(self.first_frames[0].jaxpr.invars) == len(self.operands)
+        return counts == (1, 1) and len(self.first_calls[0].jaxpr.invars) == len(self.operands)
 
     def constant_results(self) -> list[SampleValue] | None:
         """Return the results in both programs, if they depend on no input and are small."""
@@ -99,7 +99,7 @@ class EquationPair:
         avals = [aval_of(variable) for variable in self.second.outvars]
         has_keys = any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals)
         size = max((math.prod(aval.shape) for aval in avals), default=0)
-        if self.first_frames or None in constants or has_keys or size > _LARGEST_CONSTANT:
+        if self.first_calls or None in constants or has_keys or size > _LARGEST_CONSTANT:
             return None
         with jax.ensure_compile_time_eval():
             first = bind(self.first, [c[0] for c in constants if c is not None])
@@ -108,7 +108,7 @@ class EquationPair:
 
     def mixed(self, what: str, *, combines: bool = True) -> MixedSamplesError:
         """Return the error that says what the operation does, and in which module."""
-        module = module_of(name_stack(self.first)) or self.frame.path
+        module = module_of(name_stack(self.first)) or self.program.path
         return MixedSamplesError(f"its {self.name} {what}", module, combines=combines)
 
 

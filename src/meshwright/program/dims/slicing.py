@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.program.dims.atoms import Dim, Dims
+from meshwright.program.dims.factors import Dim, Dims
 from meshwright.program.dims.op import Op, Rule, pick, without
 
 

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from meshwright.program.dims import calls, contractions, elementwise, reduce, shape, slicing
-from meshwright.program.dims.atoms import Atom, Dims, Factors, atoms
+from meshwright.program.dims.factors import DimFactor, Dims, Factors, factors_of
 from meshwright.program.dims.op import Log, Op, Rule, Value, is_inexact, shape_of, unknown
 from meshwright.program.jaxpr.equations import Equation, Jaxpr, Literal, Var, name_stack
 from meshwright.program.jaxpr.names import module_of
@@ -23,14 +23,14 @@ RULES: Mapping[str, Rule] = {
 
 
 @dataclass(slots=True)
-class Frame:
-    """One call of one jaxpr: the dims of its variables there.
+class ProgramDims:
+    """The dims of a program's variables, in one call of it.
 
     Attributes:
         jaxpr: the program that is called.
         path: the module the call belongs to; empty if unknown.
         times: how often the surrounding loops run it.
-        calls: by equation number, the frames of the programs the equation calls: condition and
+        calls: by equation number, the programs that the equation calls: condition and
             body of a while loop, the branches of a cond, one for other calls.
         noted: by equation number, the numbers of its events, inner programs included.
     """
@@ -38,21 +38,23 @@ class Frame:
     jaxpr: Jaxpr
     path: str
     times: int
-    calls: dict[int, tuple[Frame, ...]] = field(default_factory=dict[int, "tuple[Frame, ...]"])
+    calls: dict[int, tuple[ProgramDims, ...]] = field(
+        default_factory=dict[int, "tuple[ProgramDims, ...]"]
+    )
     noted: dict[int, range] = field(default_factory=dict[int, range])
     values: dict[Var, Value] = field(default_factory=dict[Var, Value], repr=False)
 
-    def dims(self, variable: Var) -> tuple[tuple[Atom, ...], ...]:
-        """Return the atoms of each dim of a variable of this jaxpr, major first."""
-        return tuple(atoms(dim) for dim in self.values[variable].dims)
+    def dims(self, variable: Var) -> tuple[tuple[DimFactor, ...], ...]:
+        """Return the factors of each dim of a variable, major first."""
+        return tuple(factors_of(dim) for dim in self.values[variable].dims)
 
 
-def all_frames(frame: Frame) -> Iterator[Frame]:
-    """Yield a frame and every frame called from it."""
-    yield frame
-    for inner in frame.calls.values():
+def all_programs(program: ProgramDims) -> Iterator[ProgramDims]:
+    """Yield a program and every program that is called from it."""
+    yield program
+    for inner in program.calls.values():
         for called in inner:
-            yield from all_frames(called)
+            yield from all_programs(called)
 
 
 class Walk:
@@ -77,29 +79,29 @@ class Walk:
 
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[Value], path: str = "", times: int = 1
-    ) -> tuple[Frame, list[Value]]:
-        """Walk a program; return its frame and its results."""
-        frame = Frame(jaxpr, path, times)
-        frame.values.update(zip(jaxpr.invars, arguments, strict=True))
+    ) -> tuple[ProgramDims, list[Value]]:
+        """Walk a program; return the dims of its variables, and its results."""
+        program = ProgramDims(jaxpr, path, times)
+        program.values.update(zip(jaxpr.invars, arguments, strict=True))
         for variable in jaxpr.constvars:
-            frame.values[variable] = self.input(variable.aval)
+            program.values[variable] = self.input(variable.aval)
         for number, equation in enumerate(jaxpr.eqns):
             start = len(self.log.events)
-            results = self._equation(frame, number, equation)
+            results = self._equation(program, number, equation)
             if len(self.log.events) > start:
-                frame.noted[number] = range(start, len(self.log.events))
-            frame.values.update(zip(equation.outvars, results, strict=True))
-        return frame, [self._read(frame, atom) for atom in jaxpr.outvars]
+                program.noted[number] = range(start, len(self.log.events))
+            program.values.update(zip(equation.outvars, results, strict=True))
+        return program, [self._read(program, atom) for atom in jaxpr.outvars]
 
-    def _read(self, frame: Frame, atom: Any) -> Value:
-        return self.input(atom.aval) if isinstance(atom, Literal) else frame.values[atom]
+    def _read(self, program: ProgramDims, atom: Any) -> Value:
+        return self.input(atom.aval) if isinstance(atom, Literal) else program.values[atom]
 
-    def _equation(self, frame: Frame, number: int, equation: Equation) -> list[Value]:
+    def _equation(self, program: ProgramDims, number: int, equation: Equation) -> list[Value]:
         op = Op(
             equation=equation,
-            operands=[self._read(frame, atom) for atom in equation.invars],
-            path=module_of(name_stack(equation)) or frame.path,
-            times=frame.times,
+            operands=[self._read(program, atom) for atom in equation.invars],
+            path=module_of(name_stack(equation)) or program.path,
+            times=program.times,
             factors=self.factors,
             log=self.log,
         )
@@ -109,12 +111,12 @@ class Walk:
         call = calls.RULES.get(op.name) or (calls.call if calls.body_of(op) else None)
         if call is None:
             return self._results(op, unknown(op))
-        return self._call(frame, number, op, call)
+        return self._call(program, number, op, call)
 
-    def _call(self, frame: Frame, number: int, op: Op, rule: calls.CallRule) -> list[Value]:
+    def _call(self, program: ProgramDims, number: int, op: Op, rule: calls.CallRule) -> list[Value]:
         def enter(jaxpr: Jaxpr, arguments: Sequence[Value], times: int) -> list[Value]:
             inner, results = self.run(jaxpr, arguments, op.path, op.times * times)
-            frame.calls[number] = (*frame.calls.get(number, ()), inner)
+            program.calls[number] = (*program.calls.get(number, ()), inner)
             return results
 
         return rule(op, enter)

@@ -1,25 +1,30 @@
-"""Evaluating a traced program equation by equation, with an ordered list of rules."""
+"""Evaluating a traced program equation by equation, with an ordered list of rules.
+
+Calls, loops, branches and checkpoints are entered, so that rules see the equations inside.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
-from typing import Protocol
 
 import jax
 from jax.sharding import NamedSharding
 
-from meshwright.program.evaluate.control_flow import enter
 from meshwright.program.evaluate.weight_uses import NO_WEIGHTS, Weights
 from meshwright.program.jaxpr.equations import (
+    CALLS,
+    REMATS,
     Atom,
     ClosedJaxpr,
     Equation,
     Literal,
+    Numerics,
     Value,
     Var,
     aval_of,
-    bind,
+    called_jaxpr,
     name_stack,
+    scan_counts,
 )
 
 Rule = Callable[[Equation, "Environment"], "list[Value] | None"]
@@ -28,30 +33,6 @@ Rule = Callable[[Equation, "Environment"], "list[Value] | None"]
 A rule gets the equation and the environment, not only the values of its operands: it may read a
 weight before it is rounded, or replace a call by something better than its body.
 """
-
-
-class Numerics(Protocol):
-    """The dtypes a program is evaluated in."""
-
-    def convert(self, value: Value) -> Value:
-        """Return a value in the dtype that it is stored in."""
-        ...
-
-    def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
-        """Run a primitive on operands stored in that dtype."""
-        ...
-
-
-class AsTraced:
-    """Every value in the dtype it was traced in."""
-
-    def convert(self, value: Value) -> Value:
-        """Return the value itself."""
-        return value
-
-    def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
-        """Run the primitive as it was traced."""
-        return bind(eqn, operands)
 
 
 class Environment:
@@ -137,9 +118,13 @@ class Environment:
         return self.evaluator.run(closed, args)
 
 
-def pinned(variable: Var, value: Value, pins: Mapping[Var, NamedSharding]) -> Value:
-    """Return the value of a variable with its pin, if it has one."""
-    return jax.lax.with_sharding_constraint(value, pins[variable]) if variable in pins else value
+def constrained(variable: Var, value: Value, constraints: Mapping[Var, NamedSharding]) -> Value:
+    """Return the value of a variable with its sharding constraint, if it has one."""
+    return (
+        jax.lax.with_sharding_constraint(value, constraints[variable])
+        if variable in constraints
+        else value
+    )
 
 
 class Evaluator:
@@ -154,7 +139,7 @@ class Evaluator:
         rules: what is not evaluated as written.
         numerics: the dtypes that values are stored in.
         weights: the variables that are parameters, and how they are prepared for use.
-        pins: shardings of results.
+        constraints: shardings of results.
         scope: returns the name scopes that an equation is evaluated in.
     """
 
@@ -164,36 +149,26 @@ class Evaluator:
         *,
         numerics: Numerics | None = None,
         weights: Weights = NO_WEIGHTS,
-        pins: Mapping[Var, NamedSharding] | None = None,
+        constraints: Mapping[Var, NamedSharding] | None = None,
         scope: Callable[[Equation], str] = name_stack,
     ) -> None:
-        self.numerics: Numerics = AsTraced() if numerics is None else numerics
+        self.numerics = numerics or Numerics()
         self.weights = weights
         self._rules: tuple[Rule, ...] = (*rules, enter)
-        self._pins = pins or {}
+        self._constraints = constraints or {}
         self._scope = scope
 
-    def run(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence[Value],
-        prepared: Mapping[Var, Value] | None = None,
-    ) -> list[Value]:
-        """Evaluate a program; ``prepared`` has the inputs that are prepared weights."""
-        env = self.environment(closed, args, prepared)
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
+        """Evaluate a program."""
+        env = self.environment(closed, args)
         self.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in closed.jaxpr.outvars]
 
-    def environment(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence[Value],
-        prepared: Mapping[Var, Value] | None = None,
-    ) -> Environment:
+    def environment(self, closed: ClosedJaxpr, args: Sequence[Value]) -> Environment:
         """Return the environment a program starts with."""
         values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
-        return Environment(self, values, prepared)
+        return Environment(self, values)
 
     def equations(self, eqns: Sequence[Equation], env: Environment) -> None:
         """Evaluate equations in order, adding their results to the environment."""
@@ -211,10 +186,11 @@ class Evaluator:
         self.equations(eqns, Environment(self, values))
 
     def equation(self, eqn: Equation, env: Environment) -> list[Value]:
-        """Evaluate one equation and pin its results."""
+        """Evaluate one equation, and constrain the shardings of its results."""
         results = self._apply_rules(eqn, env, 0)
         return [
-            pinned(v, result, self._pins) for v, result in zip(eqn.outvars, results, strict=True)
+            constrained(v, result, self._constraints)
+            for v, result in zip(eqn.outvars, results, strict=True)
         ]
 
     def continue_after(self, rule: Rule, eqn: Equation, env: Environment) -> list[Value]:
@@ -227,3 +203,90 @@ class Evaluator:
             if results is not None:
                 return results
         return self.numerics.bind(eqn, env.operands(eqn))
+
+
+ScanBody = Callable[[list[Value], list[Value]], tuple[list[Value], list[Value]]]
+"""From the carry and an iteration's slices to the new carry and the iteration's results."""
+
+
+def enter(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Evaluate an equation that contains a program; None for one that does not."""
+    handler = _HANDLERS.get(eqn.primitive.name)
+    return handler(eqn, env) if handler is not None else None
+
+
+def enter_call(eqn: Equation, env: Environment) -> list[Value]:
+    """Evaluate the body of a call inline."""
+    return env.run(called_jaxpr(eqn), env.operands(eqn))
+
+
+def enter_scan(eqn: Equation, env: Environment) -> list[Value]:
+    """Evaluate a scan; its body by the same rules."""
+    operands = env.operands(eqn)
+    num_consts, _ = scan_counts(eqn)
+    return run_scan(eqn, operands, scan_body(eqn, operands[:num_consts], env))
+
+
+def run_scan(eqn: Equation, operands: list[Value], body: ScanBody) -> list[Value]:
+    """Run a body in place of the body of a scan equation."""
+    num_consts, num_carry = scan_counts(eqn)
+    carry, ys = jax.lax.scan(
+        body,
+        operands[num_consts : num_consts + num_carry],
+        operands[num_consts + num_carry :],
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def scan_body(eqn: Equation, consts: list[Value], env: Environment) -> ScanBody:
+    """Return the body of a scan as a function of carry and slices."""
+    _, num_carry = scan_counts(eqn)
+
+    def body(carry: list[Value], xs: list[Value]) -> tuple[list[Value], list[Value]]:
+        out = env.run(eqn.params["jaxpr"], [*consts, *carry, *xs])
+        return out[:num_carry], out[num_carry:]
+
+    return body
+
+
+def enter_while(eqn: Equation, env: Environment) -> list[Value]:
+    """Evaluate a while loop; its condition and body by the same rules."""
+    operands = env.operands(eqn)
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
+    return jax.lax.while_loop(
+        lambda carry: env.run(eqn.params["cond_jaxpr"], [*cond_consts, *carry])[0],
+        lambda carry: env.run(eqn.params["body_jaxpr"], [*body_consts, *carry]),
+        operands[num_cond + num_body :],
+    )
+
+
+def enter_cond(eqn: Equation, env: Environment) -> list[Value]:
+    """Evaluate a cond; every branch by the same rules."""
+    operands = env.operands(eqn)
+    branches = [
+        lambda *args, branch=branch: env.run(branch, args) for branch in eqn.params["branches"]
+    ]
+    return list(jax.lax.switch(operands[0], branches, *operands[1:]))
+
+
+def enter_remat(eqn: Equation, env: Environment) -> list[Value]:
+    """Evaluate a checkpointed function, still checkpointed, by the same rules."""
+    rematerialized = jax.checkpoint(
+        lambda *args: env.run(called_jaxpr(eqn), args),
+        policy=eqn.params["policy"],
+        prevent_cse=eqn.params["prevent_cse"],
+    )
+    return list(rematerialized(*env.operands(eqn)))
+
+
+_HANDLERS: dict[str, Callable[[Equation, Environment], list[Value]]] = {
+    **dict.fromkeys(CALLS, enter_call),
+    "scan": enter_scan,
+    "while": enter_while,
+    "cond": enter_cond,
+    **dict.fromkeys(REMATS, enter_remat),
+}

@@ -1,11 +1,14 @@
-"""A mesh inside or outside of a `jax.shard_map`: which axes the compiler may divide over."""
+"""A mesh outside or inside of a `jax.shard_map`, and running code on each device's own part."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
@@ -30,13 +33,13 @@ class MeshView:
 
     @cached_property
     def auto_axes(self) -> dict[str, int]:
-        """The axes that the compiler divides arrays over, and their sizes."""
+        """The axes that the compiler shards arrays over, and their sizes."""
         sizes = self.mesh.shape.items()
         return {axis: size for axis, size in sizes if axis not in self.manual_axes}
 
     @cached_property
     def num_auto(self) -> int:
-        """The number of devices that the compiler divides arrays over."""
+        """The number of devices that the compiler shards arrays over."""
         return math.prod(self.auto_axes.values())
 
     @cached_property
@@ -51,3 +54,38 @@ class MeshView:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Return the sharding of an array, for a constraint."""
         return NamedSharding(self.for_constraints, spec)
+
+
+def axes_of(specs: Sequence[PartitionSpec | None]) -> set[str]:
+    """Return the mesh axes that specs name."""
+    entries = [entry for spec in specs for entry in spec or () if entry is not None]
+    return {a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)}
+
+
+def run_locally(
+    run: Callable[..., Any],
+    operands: Sequence[Any],
+    specs: Sequence[PartitionSpec | None],
+    out: Any,
+    mesh: MeshView,
+) -> Any:
+    """Run a function on each device's part of the operands, or as it is where none is sharded.
+
+    Args:
+        run: a function of the operands.
+        operands: whole arrays.
+        specs: how each operand is sharded.
+        out: how the results are sharded.
+        mesh: where it runs.
+    """
+    axes = axes_of(specs) - mesh.manual_axes
+    if not axes:
+        return run(*operands)
+    return jax.shard_map(
+        run,
+        mesh=mesh.for_constraints,
+        in_specs=tuple(spec or PartitionSpec() for spec in specs),
+        out_specs=out,
+        axis_names=axes,
+        check_vma=False,
+    )(*operands)

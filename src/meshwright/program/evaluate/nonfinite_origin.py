@@ -9,16 +9,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
-from meshwright.program.jaxpr.derivatives import CUSTOM_DERIVATIVES
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
 from meshwright.program.jaxpr.equations import (
     CALLS,
+    CUSTOM_DERIVATIVES,
     REMATS,
     ClosedJaxpr,
     Equation,
     Value,
     aval_of,
-    called_jaxpr,
     name_stack,
     scan_counts,
 )
@@ -27,7 +26,7 @@ from meshwright.program.jaxpr.names import module_of
 
 @dataclass(frozen=True)
 class ArraySummary:
-    """What is said of an array.
+    """A summary of an array's values.
 
     Attributes:
         shape: its shape.
@@ -60,7 +59,7 @@ class Origin:
         module: the path of the module; empty for the loss outside of the model, or an input.
         operation: the primitive of the equation, or the name of the input.
         backward: whether it belongs to the backward pass.
-        before: the operands that are numbers.
+        before: its floating-point operands.
         after: the first result that is not finite.
         cause: where an infinity comes from that this equation makes a NaN of.
     """
@@ -85,7 +84,7 @@ class Origin:
 
 
 def summarize(value: Any) -> ArraySummary:
-    """Return what is said of an array of floats."""
+    """Summarize an array of floats."""
     array = np.asarray(jnp.asarray(value, jnp.float32))
     good = np.abs(array[np.isfinite(array)])
     return ArraySummary(
@@ -139,7 +138,7 @@ class _Tracker(Evaluator):
         args: Sequence[Value],
         forward: Collection[tuple[str, str]] | None,
     ) -> None:
-        super().__init__(_RULES)
+        super().__init__()
         self.noted: list[Origin] = []
         self._forward = forward
         self._bad: dict[int, _Bad] = {}
@@ -156,10 +155,10 @@ class _Tracker(Evaluator):
 
     def equation(self, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate one equation, and look at its results unless it contains a program."""
-        if eqn.primitive.name in _RULED:
+        if rule := _RULES.get(eqn.primitive.name):
             self._scopes.append(name_stack(eqn))
             try:
-                return super().equation(eqn, env)
+                return rule(eqn, env)
             finally:
                 self._scopes.pop()
         operands = env.operands(eqn)
@@ -221,10 +220,6 @@ def _tracker(env: Environment) -> _Tracker:
     return env.evaluator
 
 
-def _call(eqn: Equation, env: Environment) -> list[Value]:
-    return env.run(called_jaxpr(eqn), env.operands(eqn))
-
-
 def _scan(eqn: Equation, env: Environment) -> list[Value]:
     operands, tracker = env.operands(eqn), _tracker(env)
     num_consts, num_carry = scan_counts(eqn)
@@ -262,18 +257,10 @@ def _cond(eqn: Equation, env: Environment) -> list[Value]:
     return env.run(branches[chosen], operands)
 
 
-_RULED: Mapping[str, Callable[[Equation, Environment], list[Value]]] = {
-    **dict.fromkeys((*CALLS, *REMATS, *CUSTOM_DERIVATIVES), _call),
+_RULES: Mapping[str, Callable[[Equation, Environment], list[Value]]] = {
+    **dict.fromkeys((*CALLS, *REMATS, *CUSTOM_DERIVATIVES), enter_call),
     "scan": _scan,
     "while": _while,
     "cond": _cond,
 }
-
-
-def _concretely(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Enter calls, loops and branches, one iteration after another."""
-    rule = _RULED.get(eqn.primitive.name)
-    return None if rule is None else rule(eqn, env)
-
-
-_RULES = (_concretely,)
+"""Calls, loops and branches are entered, one iteration after another."""

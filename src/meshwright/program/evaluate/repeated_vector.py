@@ -26,7 +26,7 @@ def repeat_vector(vector: Any, shape: Sequence[int], *, num_shards: int = 1) -> 
     Args:
         vector: has the trailing dims of ``shape``; leading dims of size 1 are ignored.
         shape: what it is broadcast to.
-        num_shards: devices that the rows are divided over, along their first dim.
+        num_shards: devices that the rows are sharded over, along their first dim.
     """
     vector = vector.reshape(_without_leading_ones(vector.shape))
     rows = tuple(shape[: len(shape) - vector.ndim])
@@ -43,8 +43,8 @@ def repeat_vector(vector: Any, shape: Sequence[int], *, num_shards: int = 1) -> 
         return run(vector), None
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
-        divided = (*rows[:-1], parts, rows[-1] // parts)
-        of_parts = cotangent.reshape(*divided, *vector.shape).sum(len(rows))
+        split = (*rows[:-1], parts, rows[-1] // parts)
+        of_parts = cotangent.reshape(*split, *vector.shape).sum(len(rows))
         # The compiler would otherwise join the two sums.
         of_parts = lax.optimization_barrier(of_parts)
         return (of_parts.sum(tuple(range(len(rows)))),)

@@ -1,17 +1,91 @@
-"""The parameters of a traced program: which variables they are, and how they are read."""
+"""The parameters of a traced program: which variables they are, and how they are made ready."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshwright.program.evaluate.gather import GatherSpecs, prepare_weight
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Atom, Value, Var, aval_of
+
+GATHERED = "gathered"
+"""The name by which remat policies recognize gathered weights."""
+
+
+@dataclass(frozen=True)
+class GatherSpecs:
+    """The two layouts of a weight that is sharded over fsdp: whole for use, sharded in storage."""
+
+    whole: PartitionSpec
+    sharded: PartitionSpec
+
+    def per_layer(self) -> GatherSpecs:
+        """Return the layouts of one layer of a stack."""
+        return GatherSpecs(PartitionSpec(*self.whole[1:]), PartitionSpec(*self.sharded[1:]))
+
+
+def prepare_weight(
+    value: Value,
+    mesh: MeshView | None,
+    *,
+    dtype: DTypeLike | None,
+    specs: GatherSpecs | None,
+    trained: bool = True,
+) -> Value:
+    """Return a weight prepared for use, in its original dtype.
+
+    Args:
+        value: the weight as it is stored.
+        mesh: where it is gathered; None if ``specs`` is.
+        dtype: the compute dtype its values are rounded to (and sent in); None rounds nothing.
+        specs: its layouts; None for a weight that is already whole.
+        trained: whether it has a gradient.
+
+    The gradient has the layout of the stored weight and is not rounded: it is reduced by a
+    reduce-scatter in the weight's dtype. With a plain constraint and a plain cast, every device
+    would get the whole gradient, rounded before the devices' partial sums are added.
+    """
+    if dtype is None and specs is None:
+        return value
+    whole = None if specs is None or mesh is None else mesh.sharding(specs.whole)
+    sharded = None if specs is None or mesh is None else mesh.sharding(specs.sharded)
+
+    def prepare(weight: Any) -> Any:
+        used = weight if dtype is None else weight.astype(dtype)
+        if whole is not None:
+            # Constrained on both sides of the gather: otherwise the compiler may cast after it,
+            # which sends twice the bytes.
+            used = jax.lax.with_sharding_constraint(used, sharded)
+            used = jax.lax.with_sharding_constraint(used, whole)
+        return checkpoint_name(used, GATHERED).astype(weight.dtype)
+
+    if not trained:
+        # The result of a custom_vjp that nothing differentiates would be saved, gathered.
+        return prepare(value)
+    use = jax.custom_vjp(prepare)
+
+    # Not `use` itself: inside a checkpoint, its result would be a separate value and saved.
+    def forward(weight: Any) -> tuple[Any, None]:
+        return prepare(weight), None
+
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        if whole is not None:
+            # Whole first: otherwise the partitioner may move activations to the devices that hold
+            # the pieces of the gradient, instead of reducing partial sums.
+            cotangent = jax.lax.with_sharding_constraint(cotangent, whole)
+            cotangent = jax.lax.with_sharding_constraint(cotangent, sharded)
+        return (cotangent,)
+
+    use.defvjp(forward, backward)
+    return checkpoint_name(use(value), GATHERED)
+
 
 HALF = (jnp.bfloat16, jnp.float16)
 
@@ -82,8 +156,6 @@ class Weights:
 
     def _prepare(self, value: Value, use: WeightUse, specs: GatherSpecs | None) -> Value:
         dtype = use.dtype if self.casts else None
-        if dtype is None and specs is None:
-            return value
         return prepare_weight(value, self.mesh, dtype=dtype, specs=specs, trained=use.trained)
 
 

@@ -1,4 +1,4 @@
-"""Reading and binding equations, with the differences between JAX releases hidden."""
+"""Reading and binding equations and their derivatives, whatever the JAX release."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 Jaxpr = core.Jaxpr
@@ -22,7 +23,7 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"
 """Primitives that only call a jaxpr and can be replaced by its body."""
 
 REMATS = frozenset({"remat2", "checkpoint"})
-"""Primitives that run a jaxpr now, and again for its gradient."""
+"""Primitives that run a jaxpr, and recompute it for its gradient."""
 
 REARRANGES = frozenset(
     {"broadcast_in_dim", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"}
@@ -40,6 +41,18 @@ def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
     functions, params = params if isinstance(params, tuple) else ((), params)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+class Numerics:
+    """The dtypes that a program is evaluated in: those it was traced in."""
+
+    def convert(self, value: Value) -> Value:
+        """Return a value in the dtype that it is stored in."""
+        return value
+
+    def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
+        """Run a primitive on operands stored in that dtype."""
+        return bind(eqn, operands)
 
 
 def scan_counts(eqn: Equation) -> tuple[int, int]:
@@ -70,3 +83,50 @@ def structs_of(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 def name_stack(eqn: Equation) -> str:
     """Return the scopes an equation was traced in."""
     return str(eqn.source_info.name_stack)
+
+
+CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""Primitives of functions with a custom derivative."""
+
+
+def derivative_of(eqn: Equation) -> ClosedJaxpr:
+    """Return the program of an equation's custom derivative: its pushforward or pullback."""
+    return pushforward_of(eqn) if eqn.primitive.name == "custom_jvp_call" else pullback_of(eqn)
+
+
+def pushforward_of(eqn: Equation) -> ClosedJaxpr:
+    """Return (primals, tangents) → (results, their tangents) of a custom_jvp equation."""
+    structs = structs_of(called_jaxpr(eqn).jaxpr.invars)
+    count = len(structs)
+
+    def jvp(*primals_and_tangents: Any) -> Any:
+        primals, tangents = primals_and_tangents[:count], primals_and_tangents[count:]
+        out, out_tangents = jax.jvp(
+            lambda *operands: bind(eqn, operands), list(primals), list(tangents)
+        )
+        return [*out, *out_tangents]
+
+    return jax.make_jaxpr(jvp)(*structs, *_tangent_structs(structs))
+
+
+def pullback_of(eqn: Equation) -> ClosedJaxpr:
+    """Return (operands, cotangents of the results) → cotangents of a custom_vjp equation."""
+    primal = called_jaxpr(eqn).jaxpr
+    structs = structs_of(primal.invars)
+    count = len(structs)
+
+    def pullback(*operands_and_cotangents: Any) -> Any:
+        primals, cotangents = operands_and_cotangents[:count], operands_and_cotangents[count:]
+        _, pull = jax.vjp(lambda *operands: bind(eqn, operands), *primals)
+        return list(pull(list(cotangents)))
+
+    return jax.make_jaxpr(pullback)(*structs, *_tangent_structs(structs_of(primal.outvars)))
+
+
+def _tangent_structs(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+    return [
+        s
+        if jnp.issubdtype(s.dtype, jnp.inexact)
+        else jax.ShapeDtypeStruct(s.shape, jax.dtypes.float0)
+        for s in structs
+    ]

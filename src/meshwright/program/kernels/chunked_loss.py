@@ -1,7 +1,7 @@
 """The last projection and its loss, a part of the rows at a time, so that logits are never whole.
 
 If gradients only come from one total, they are computed together with it: its gradient is known up
-to a factor. Otherwise the backward pass computes the logits of each part again.
+to a factor. Otherwise the backward pass recomputes the logits of each part.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.program.evaluate.evaluator import Environment
-from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.mesh_view import MeshView, axes_of, run_locally
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of, name_stack
-from meshwright.program.kernels.local import axes_of, run_locally
 from meshwright.program.kernels.match_loss import LossMatch
 from meshwright.program.kernels.regions import Region
 
@@ -28,7 +27,7 @@ ENTRIES = 2**29
 """Logits held at a time, at most."""
 
 FEWEST_ROWS = 1024
-"""Rows of a part, at least, where there are as many."""
+"""Rows of a part, at least, if there are that many."""
 
 MOST_ROWS = 16384
 """Rows of a part, at most: more would not make its products faster."""
@@ -46,8 +45,8 @@ class LossKernel:
         trained: the inputs other than rows and weight that gradients flow to.
         graded: which outputs gradients come from.
         fused: whether gradients are computed together with the loss.
-        layout: how the rows are divided over the mesh; None if they are not.
-        in_parts: whether rows are divided into parts at all; a plan knows the parts by itself.
+        layout: how the rows are sharded over the mesh; None if they are not.
+        in_parts: whether rows are split into parts at all; a plan works the parts out itself.
     """
 
     match: LossMatch
@@ -88,7 +87,7 @@ class _Work:
         if self.kernel.fused:
             run.defvjp(self._with_gradients, self._scaled)
         else:
-            run.defvjp(lambda *operands: (run(*operands), operands), self._again)
+            run.defvjp(lambda *operands: (run(*operands), operands), self._recomputed)
         return run
 
     def _with_gradients(self, *operands: Any) -> tuple[Any, Any]:
@@ -99,8 +98,8 @@ class _Work:
         (factor,) = (c for c, graded in zip(cotangents, self.kernel.graded, strict=True) if graded)
         return self._arranged([g * factor.astype(g.dtype) for g in gradients])
 
-    def _again(self, operands: Any, cotangents: Any) -> tuple[Any, ...]:
-        # Without a barrier the compiler would save the logits instead of computing them again.
+    def _recomputed(self, operands: Any, cotangents: Any) -> tuple[Any, ...]:
+        # Without a barrier the compiler would save the logits instead of recomputing them.
         operands = list(lax.optimization_barrier(tuple(operands)))
         wanted = [c for c, graded in zip(cotangents, self.kernel.graded, strict=True) if graded]
         _, gradients = self._mapped(self._gradients, [*operands, *wanted])
@@ -307,7 +306,7 @@ def most_rows(classes: int) -> int:
 
 
 def division(rows: Sequence[int], classes: int) -> tuple[int, int]:
-    """Return which dim of the rows is divided, and into how many parts."""
+    """Return which dim of the rows is split, and into how many parts."""
     most = most_rows(classes)
     needed = -(-math.prod(rows) // most)
     best = (0, 1)

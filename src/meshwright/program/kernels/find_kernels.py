@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import KernelChoice
-from meshwright.program.dims import DimClasses, Frame
+from meshwright.program.dims import DimClasses, ProgramDims
 from meshwright.program.jaxpr.equations import Equation, Var
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.chunked_loss import LossKernel, is_fused
@@ -31,9 +31,8 @@ from meshwright.program.kernels.match_rowwise import (
     match_norm,
     norms,
 )
-from meshwright.program.kernels.regions import Graph, NotReplaced, Region, module_name
+from meshwright.program.kernels.regions import Graph, NotReplaced, Region, Substitution, module_name
 from meshwright.program.kernels.rowwise import RowwiseKernel
-from meshwright.program.kernels.substitution import Substitution
 from meshwright.program.kernels.surroundings import Scope, scopes
 from meshwright.program.trace.traced_loss import TracedLoss
 
@@ -79,8 +78,8 @@ class KernelSearch:
     planned: bool = False
 
 
-LayoutOf = Callable[[Frame, Var], PartitionSpec | None]
-"""Returns how a variable is divided over the mesh; None if it is not."""
+LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
+"""Returns how a variable is sharded over the mesh; None if it is not."""
 
 
 def find_kernels(
@@ -91,7 +90,7 @@ def find_kernels(
     Args:
         traced: the loss.
         classes: the dims of its variables.
-        layout: how activations are divided over the mesh.
+        layout: how activations are sharded over the mesh.
         search: which kernels.
     """
     if search.choice == "none" or (search.choice == "auto" and search.platform == "cpu"):
@@ -123,21 +122,21 @@ class _Finder:
 
     def search(self, scope: Scope) -> None:
         """Add the regions of one program."""
-        graph, frame = Graph(scope.frame.jaxpr), scope.frame
+        graph, program = Graph(scope.program.jaxpr), scope.program
         self.dead |= graph.dead
         for division in softmaxes(graph):
-            self._try("attention", frame, division, self._attention, graph, scope, division)
-        for product, weight in projections(graph, frame):
-            self._try("loss", frame, product, self._loss, graph, frame, product, weight)
+            self._try("attention", program, division, self._attention, graph, scope, division)
+        for product, weight in projections(graph, program):
+            self._try("loss", program, product, self._loss, graph, program, product, weight)
         for root in norms(graph):
-            self._try("norm", frame, root, _norm, graph, root)
+            self._try("norm", program, root, _norm, graph, root)
         for anchor in activations(graph):
-            self._try("activation", frame, anchor, _activation, graph, anchor)
+            self._try("activation", program, anchor, _activation, graph, anchor)
 
     def _try(
         self,
         kind: str,
-        frame: Frame,
+        program: ProgramDims,
         anchor: Equation,
         make: Callable[..., Region | None],
         *arguments: Any,
@@ -145,7 +144,7 @@ class _Finder:
         try:
             region = make(*arguments)
         except NotReplaced as refusal:
-            module = module_name([anchor]) or frame.path
+            module = module_name([anchor]) or program.path
             self.uses.append(Substitution(kind, module, "", reason=str(refusal)))
             return
         if region is None:
@@ -155,7 +154,7 @@ class _Finder:
             return
         self._taken |= made
         self.regions.append(region)
-        module = region.module or frame.path
+        module = region.module or program.path
         self.uses.append(Substitution(kind, module, region.kernel.name, region.detail))
 
     def _attention(self, graph: Graph, scope: Scope, division: Equation) -> Region | None:
@@ -163,7 +162,7 @@ class _Finder:
         if match is None:
             return None
         operands = match.operands
-        layouts = self._attention_layouts(scope.frame, match)
+        layouts = self._attention_layouts(scope.program, match)
         if self.choice == "auto":
             check_cudnn(operands, self.platform, planned=self.planned)
         name = "cudnn" if self.choice == "auto" else "xla"
@@ -180,24 +179,26 @@ class _Finder:
             str(operands.allowed),
         )
 
-    def _attention_layouts(self, frame: Frame, match: AttentionMatch) -> dict[Var, PartitionSpec]:
+    def _attention_layouts(
+        self, program: ProgramDims, match: AttentionMatch
+    ) -> dict[Var, PartitionSpec]:
         operands = match.operands
         variables = [operands.query, operands.key, operands.value, match.output]
         variables += [] if operands.mask is None else [operands.mask]
-        found = {v: self.layout(frame, v) for v in variables}
+        found = {v: self.layout(program, v) for v in variables}
         specs = {v: spec for v, spec in found.items() if spec is not None}
         if specs:
             _check_layouts(operands, match.output, specs)
         return specs
 
-    def _loss(self, graph: Graph, frame: Frame, product: Equation, weight: int) -> Region:
+    def _loss(self, graph: Graph, program: ProgramDims, product: Equation, weight: int) -> Region:
         match = match_loss(graph, product, weight)
-        graded = tuple(is_differentiable(frame, v) for v in match.outputs)
+        graded = tuple(is_differentiable(program, v) for v in match.outputs)
         others = (*match.whole, *match.by_row)
         inputs = (match.hidden, match.kernel, *others)
-        trained = frozenset(v for v in others if is_differentiable(frame, v))
+        trained = frozenset(v for v in others if is_differentiable(program, v))
         fused = is_fused(match, graded)
-        layout = self.layout(frame, match.hidden)
+        layout = self.layout(program, match.hidden)
         return Region(
             "loss",
             module_name([product]),
@@ -235,7 +236,7 @@ def _rowwise(graph: Graph, kind: str, match: RowwiseMatch | None) -> Region | No
 def _check_layouts(
     operands: AttentionOperands, output: Var, specs: Mapping[Var, PartitionSpec]
 ) -> None:
-    """Raise unless only samples and heads are divided, alike for all operands."""
+    """Raise unless only samples and heads are sharded, alike for all operands."""
     ordered = {
         "query": _entries(specs.get(operands.query), operands.query_dims),
         "key": _entries(specs.get(operands.key), operands.key_dims),
@@ -247,9 +248,7 @@ def _check_layouts(
     first = ordered["query"][:count]
     for name, entries in ordered.items():
         if entries[:count] != first or any(entries[count:]):
-            raise NotReplaced(
-                f"the mesh divides its {name} along other dims than samples and heads"
-            )
+            raise NotReplaced(f"the mesh shards its {name} along other dims than samples and heads")
 
 
 def _entries(spec: PartitionSpec | None, dims: Sequence[int]) -> list[object]:

@@ -16,11 +16,10 @@ from jax.sharding import PartitionSpec
 
 from meshwright.errors import first_line
 from meshwright.program.evaluate.evaluator import Environment
-from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
 from meshwright.program.kernels.attention_operands import AttentionOperands
-from meshwright.program.kernels.local import run_locally
 from meshwright.program.kernels.masks import Allowed
 from meshwright.program.kernels.regions import NotReplaced, Region
 
@@ -42,7 +41,7 @@ class AttentionKernel:
     Attributes:
         name: ``cudnn`` or ``xla``.
         operands: what it reads.
-        layouts: by variable, how it is divided over the mesh; empty on one device.
+        layouts: by variable, how it is sharded over the mesh; empty on one device.
         planned: whether it is only traced, for a plan on devices that are not present.
     """
 
@@ -241,8 +240,7 @@ def _refusal(
 def xla_attention(allowed: Allowed, scale: float) -> Attend:
     """Return attention that saves queries, keys and values, and no scores.
 
-    Its gradient computes the scores again, from which the saved sums of exponentials make the
-    weights.
+    Its gradient recomputes the scores, from which the saved sums of exponentials make the weights.
     """
 
     def scores(query: Any, key: Any, mask: Any) -> Any:

@@ -46,7 +46,7 @@ class Allowed:
         return None if self.window is None else (self.window - 1, 0)
 
     def part(self, queries: int, keys: int) -> float:
-        """Return which part of all pairs of queries and keys is allowed, documents aside."""
+        """Return the fraction of all pairs of queries and keys that is allowed, documents aside."""
         before = min(keys, self.window or keys)
         if not self.causal:
             return before / keys

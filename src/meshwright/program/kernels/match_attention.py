@@ -96,15 +96,8 @@ def _through(graph: Graph, atom: Atom) -> Atom:
 def _is_followed_by_product(graph: Graph, weights: Var) -> bool:
     """Whether functions of weights are multiplied with another matrix."""
     names = {*ELEMENTWISE, "transpose", "reshape", "broadcast_in_dim", "reduce_sum"}
-    pending, seen = [weights], {weights}
-    while pending:
-        for eqn in graph.read_by(pending.pop()):
-            if eqn.primitive.name == "dot_general":
-                return True
-            outs = [v for v in eqn.outvars if v not in seen and eqn.primitive.name in names]
-            pending += outs
-            seen.update(outs)
-    return False
+    readers = graph.downstream(weights, lambda eqn: eqn.primitive.name in names)
+    return any(eqn.primitive.name == "dot_general" for eqn in readers)
 
 
 class _Mask(NamedTuple):
@@ -271,7 +264,9 @@ class _Match:
             if eqn is None:
                 continue
             if eqn.primitive.name == "dot_general":
-                values = [self.scope.frame.values.get(a) for a in eqn.invars if isinstance(a, Var)]
+                values = [
+                    self.scope.program.values.get(a) for a in eqn.invars if isinstance(a, Var)
+                ]
                 return len(values) == 2 and all(v is not None and v.has_data for v in values)
             if eqn.primitive.name in (*ELEMENTWISE, "transpose", "reshape"):
                 before = [a for a in eqn.invars if isinstance(a, Var) and a not in seen]

@@ -1,7 +1,7 @@
 """Recognizes the last projection of a model with the loss that is computed from it.
 
 Everything that is computed from the logits is followed, as long as each row (token) is computed
-for itself, until the dim of classes is gone: to one number per row, or to a sum over all rows. What
+on its own, until the dim of classes is gone: to one number per row, or to a sum over all rows. What
 the formula is does not matter: cross entropy with or without weights, z-loss, label smoothing,
 distillation, accuracy.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from meshwright.program.dims import Frame
+from meshwright.program.dims import ProgramDims
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
@@ -61,14 +61,14 @@ class LossMatch:
         return atom
 
 
-def projections(graph: Graph, frame: Frame) -> list[tuple[Equation, int]]:
+def projections(graph: Graph, program: ProgramDims) -> list[tuple[Equation, int]]:
     """Return the products of activations with a weight whose results are exponentiated.
 
     Those that gradients flow through come first: of a teacher and a student, the student.
     """
     found: list[tuple[Equation, int]] = []
     for eqn in graph.live:
-        weight = _weight_operand(eqn, frame) if eqn.primitive.name == "dot_general" else None
+        weight = _weight_operand(eqn, program) if eqn.primitive.name == "dot_general" else None
         if weight is not None and _reaches_sum_of_exponentials(graph, eqn.outvars[0]):
             found.append((eqn, weight))
     trained = _read_with_gradient(graph) if len(found) > 1 else set[Var]()
@@ -109,7 +109,7 @@ def match_loss(graph: Graph, product: Equation, weight: int) -> LossMatch:
     return LossMatch(product, weight, eqns, rows, whole, by_row, outputs)
 
 
-def _weight_operand(eqn: Equation, frame: Frame) -> int | None:
+def _weight_operand(eqn: Equation, program: ProgramDims) -> int | None:
     """Return which operand of a product of rows with a matrix is the matrix, a weight."""
     (_, _), (batch, _) = eqn.params["dimension_numbers"]
     contracting = eqn.params["dimension_numbers"][0]
@@ -117,11 +117,13 @@ def _weight_operand(eqn: Equation, frame: Frame) -> int | None:
         other = eqn.invars[1 - number]
         if isinstance(atom, Literal) or isinstance(other, Literal) or batch:
             continue
-        value = frame.values[atom]
+        value = program.values[atom]
         is_weight = bool(value.params) and not value.has_data
         rank = len(aval_of(other).shape)
         # Rows come first in the result if the activations are the left operand.
-        by_rows = tuple(contracting[0]) == (rank - 1,) and rank > 1 and frame.values[other].has_data
+        by_rows = (
+            tuple(contracting[0]) == (rank - 1,) and rank > 1 and program.values[other].has_data
+        )
         if is_weight and number == 1 and len(aval_of(atom).shape) == 2 and by_rows:
             return number
     return None
@@ -129,16 +131,15 @@ def _weight_operand(eqn: Equation, frame: Frame) -> int | None:
 
 def _reaches_sum_of_exponentials(graph: Graph, variable: Var) -> bool:
     """Whether the last dim of a value is summed after an exponential."""
-    shape, seen, pending = aval_of(variable).shape, {variable}, [variable]
-    while pending:
-        for eqn in graph.read_by(pending.pop()):
-            if eqn.primitive.name == "exp" and _is_summed(graph, eqn.outvars[0], len(shape) - 1):
-                return True
-            for out in eqn.outvars:
-                if eqn.primitive.name in ELEMENTWISE and aval_of(out).shape == shape:
-                    pending += [] if out in seen else [out]
-                    seen.add(out)
-    return False
+    shape = aval_of(variable).shape
+
+    def keeps_shape(eqn: Equation) -> bool:
+        return eqn.primitive.name in ELEMENTWISE and aval_of(eqn.outvars[0]).shape == shape
+
+    return any(
+        eqn.primitive.name == "exp" and _is_summed(graph, eqn.outvars[0], len(shape) - 1)
+        for eqn in graph.downstream(variable, keeps_shape)
+    )
 
 
 def _is_summed(graph: Graph, variable: Var, dim: int) -> bool:
@@ -256,7 +257,7 @@ class _Follow:
         return aval_of(variable).shape == () and self.rows != ()
 
     def _allowed(self, eqn: Equation, variable: Var) -> bool:
-        """Whether an equation computes each row for itself, or adds rows up."""
+        """Whether an equation computes each row on its own, or adds rows up."""
         if eqn.effects or self.graph.segments[self.graph.number(eqn)] != self._segment():
             return False
         count = len(self.rows)
@@ -271,7 +272,7 @@ class _Follow:
         return self.graph.segments[self.graph.number(self.eqns[0])]
 
     def _keeps_rows(self, eqn: Equation) -> bool:
-        """Whether results have the rows of the operands, in the same order, each for itself."""
+        """Whether results have the rows of the operands, in the same order, each on its own."""
         count, name = len(self.rows), eqn.primitive.name
         outs = [aval_of(v).shape for v in eqn.outvars]
         if not all(tuple(s[:count]) == self.rows and len(s) <= count + 1 for s in outs):
@@ -331,7 +332,7 @@ def _picks_only_entry(eqn: Equation, rows: int) -> bool:
     )
 
 
-def is_differentiable(frame: Frame, variable: Var) -> bool:
+def is_differentiable(program: ProgramDims, variable: Var) -> bool:
     """Whether gradients reach the parameters through a value."""
-    value = frame.values[variable]
+    value = program.values[variable]
     return value.has_grad and jnp.issubdtype(aval_of(variable).dtype, jnp.inexact)

@@ -23,7 +23,7 @@ _SHAPES = ("broadcast_in_dim", "reshape", "squeeze")
 
 @dataclass(frozen=True)
 class RowwiseMatch:
-    """Equations that are computed again for the gradient.
+    """Equations that are recomputed for the gradient.
 
     Attributes:
         eqns: all equations, in program order.

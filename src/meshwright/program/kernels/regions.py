@@ -1,13 +1,13 @@
-"""Regions: equations of a program that one kernel evaluates together."""
+"""Regions: equations of a program that one kernel evaluates together, and how they are reported."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from meshwright.program.blocks.segments import cut_segments
+from meshwright.program.blocks.block_lists import cut_segments
 from meshwright.program.evaluate.dependencies import dependent_variables, needed_equations
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
@@ -21,6 +21,41 @@ from meshwright.program.jaxpr.equations import (
     name_stack,
 )
 from meshwright.program.jaxpr.names import module_of
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """A part of a program that a kernel evaluates, or could evaluate.
+
+    Attributes:
+        kind: what it computes: ``attention``, ``loss``, ``norm`` or ``activation``.
+        module: where.
+        kernel: what evaluates it; empty if it is evaluated as written.
+        detail: what is special about it, such as ``causal``.
+        reason: why it is evaluated as written; empty if a kernel evaluates it.
+    """
+
+    kind: str
+    module: str
+    kernel: str = ""
+    detail: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        detail = f" ({self.detail})" if self.detail else ""
+        what = self.kernel or f"as written, because {self.reason}"
+        return f"{self.kind}{detail}{where}: {what}"
+
+
+def describe(substitutions: Sequence[Substitution]) -> list[str]:
+    """Return a line for each kind; those that differ only in their block share one."""
+    counts: dict[Substitution, int] = {}
+    for one in substitutions:
+        parts = ["*" if part.isdecimal() else part for part in one.module.split(".")]
+        alike = replace(one, module=".".join(parts))
+        counts[alike] = counts.get(alike, 0) + 1
+    return [str(one) + (f" × {count}" if count > 1 else "") for one, count in counts.items()]
 
 
 class NotReplaced(Exception):
@@ -60,7 +95,7 @@ class Region:
     eqns: tuple[Equation, ...]
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
-    place: Place
+    place: EvaluationPoint
     kernel: Kernel
     detail: str = ""
 
@@ -71,8 +106,8 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a region is evaluated.
+class EvaluationPoint:
+    """Where in a program a region is evaluated.
 
     Attributes:
         eqn: the equation at whose place it is evaluated.
@@ -83,7 +118,6 @@ class Place:
     ahead: tuple[Equation, ...] = ()
 
 
-@dataclass
 class Graph:
     """Which equations of a program make and read each variable.
 
@@ -95,13 +129,9 @@ class Graph:
         segments: by equation number, the block it belongs to, or the part between two blocks.
     """
 
-    jaxpr: Jaxpr
-    maker: dict[Var, int] = field(default_factory=dict[Var, int])
-    readers: dict[Var, list[int]] = field(default_factory=lambda: defaultdict(list))
-    segments: list[int] = field(default_factory=list[int])
-    dead: set[Var] = field(default_factory=set[Var])
-
-    def __post_init__(self) -> None:
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr, self.maker, self.dead = jaxpr, dict[Var, int](), set[Var]()
+        self.readers, self.segments = defaultdict[Var, list[int]](list), list[int]()
         effects = [v for eqn in self.jaxpr.eqns if eqn.effects for v in (*eqn.outvars, *eqn.invars)]
         live = needed_equations(self.jaxpr.eqns, [*self.jaxpr.outvars, *effects])
         made = {v for eqn in live for v in eqn.outvars}
@@ -132,6 +162,21 @@ class Graph:
         """Return the equations that read a variable."""
         return [self.jaxpr.eqns[number] for number in self.readers.get(variable, ())]
 
+    def downstream(self, variable: Var, follows: Callable[[Equation], bool]) -> Iterator[Equation]:
+        """Yield the equations that read a variable, or a function of it.
+
+        Args:
+            variable: the variable.
+            follows: whether the results of an equation count as functions of it.
+        """
+        pending, seen = [variable], {variable}
+        while pending:
+            for eqn in self.read_by(pending.pop()):
+                yield eqn
+                results = [v for v in eqn.outvars if v not in seen and follows(eqn)]
+                pending += results
+                seen.update(results)
+
     def is_returned(self, variable: Var) -> bool:
         """Whether the program returns a variable."""
         return variable in self._returned
@@ -153,7 +198,7 @@ class Graph:
 
     def place(
         self, eqns: Sequence[Equation], inputs: Sequence[Var], outputs: Sequence[Var]
-    ) -> Place:
+    ) -> EvaluationPoint:
         """Return where equations can be evaluated together: before anything reads a result.
 
         Raises:
@@ -175,7 +220,7 @@ class Graph:
         ahead = needed_equations(self.jaxpr.eqns[place + 1 :], late)
         if place < 0 or dependent_variables(ahead, made) & {v for e in ahead for v in e.outvars}:
             raise NotReplaced("what it reads depends on its own results")
-        return Place(self.jaxpr.eqns[place], tuple(ahead))
+        return EvaluationPoint(self.jaxpr.eqns[place], tuple(ahead))
 
 
 def module_name(eqns: Sequence[Equation]) -> str:

@@ -1,4 +1,4 @@
-"""Norms and activations whose gradient computes them again from their inputs."""
+"""Norms and activations whose gradient recomputes them from their inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.program.evaluate.evaluator import Environment, Numerics
+from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
@@ -18,6 +18,7 @@ from meshwright.program.jaxpr.equations import (
     Atom,
     Equation,
     Literal,
+    Numerics,
     Value,
     Var,
     aval_of,
@@ -57,7 +58,7 @@ class RowwiseKernel:
             return values[match.output], (operands, [values[v] for v in sums])
 
         def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-            # Otherwise the compiler would save what it could compute again.
+            # Otherwise the compiler would save what it could recompute.
             operands, known = lax.optimization_barrier(saved)
             known_sums = dict(zip(sums, known, strict=True))
             # An activation is read several times; its gradients are added before they are rounded.

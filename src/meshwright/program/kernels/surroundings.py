@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meshwright.program.dims import Frame
+from meshwright.program.dims import ProgramDims
 from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
@@ -19,8 +19,8 @@ from meshwright.program.jaxpr.equations import (
     Jaxpr,
     Literal,
     Var,
-    scan_counts,
 )
+from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.kernels.regions import NotReplaced
 
 
@@ -28,7 +28,7 @@ class Scope:
     """The variables of a program, and of the programs around it that it reads values of.
 
     Args:
-        frame: the call of the program.
+        program: the call of the program.
         consts: the constants of the outermost program, by variable.
         outer: the scope of the equation that calls it.
         arguments: by input of the program, the atom of the outer scope that it always is.
@@ -36,14 +36,14 @@ class Scope:
 
     def __init__(
         self,
-        frame: Frame,
+        program: ProgramDims,
         consts: Mapping[Var, Any],
         outer: Scope | None = None,
         arguments: Mapping[Var, Atom] | None = None,
     ) -> None:
-        self.frame, self.consts, self.outer = frame, consts, outer
+        self.program, self.consts, self.outer = program, consts, outer
         self.arguments = arguments or {}
-        self._maker = {v: eqn for eqn in frame.jaxpr.eqns for v in eqn.outvars}
+        self._maker = {v: eqn for eqn in program.jaxpr.eqns for v in eqn.outvars}
         self._constants: dict[Var, ClosedJaxpr | None] = {}
 
     def origin(self, atom: Atom) -> tuple[Scope, Atom]:
@@ -82,7 +82,7 @@ class _Program:
         self._done: set[Var] = set()
 
     def add(self, scope: Scope, atom: Atom) -> None:
-        eqns = needed_equations(scope.frame.jaxpr.eqns, [atom])
+        eqns = needed_equations(scope.program.jaxpr.eqns, [atom])
         made = {v for eqn in eqns for v in eqn.outvars}
         read: list[Atom] = [a for eqn in eqns for a in eqn.invars]
         for variable in [*read, atom]:
@@ -113,29 +113,26 @@ class _Program:
         return jax.make_jaxpr(run)()
 
 
-def scopes(frame: Frame, consts: Mapping[Var, Any]) -> list[Scope]:
+def scopes(program: ProgramDims, consts: Mapping[Var, Any]) -> list[Scope]:
     """Return the scope of a program and of every program called from it."""
     found: list[Scope] = []
 
     def visit(scope: Scope) -> None:
         found.append(scope)
-        for number, inner in scope.frame.calls.items():
-            eqn = scope.frame.jaxpr.eqns[number]
+        for number, inner in scope.program.calls.items():
+            eqn = scope.program.jaxpr.eqns[number]
             if eqn.primitive.name.startswith("custom_"):
                 # Its derivative is the model's own.
                 continue
             for called in inner:
                 visit(Scope(called, scope.consts, scope, _arguments(eqn, called.jaxpr)))
 
-    visit(Scope(frame, consts))
+    visit(Scope(program, consts))
     return found
 
 
 def _arguments(eqn: Equation, jaxpr: Jaxpr) -> dict[Var, Atom]:
-    name = eqn.primitive.name
-    if name == "scan":
-        consts, _ = scan_counts(eqn)
-        return dict(zip(jaxpr.invars[:consts], eqn.invars[:consts], strict=True))
-    if (name in CALLS or name in REMATS) and len(jaxpr.invars) == len(eqn.invars):
-        return dict(zip(jaxpr.invars, eqn.invars, strict=True))
-    return {}
+    if eqn.primitive.name != "scan" and eqn.primitive.name not in CALLS | REMATS:
+        return {}
+    (_, arguments), *_ = called_programs(eqn)
+    return dict(zip(jaxpr.invars, arguments, strict=False))

@@ -1,1 +1,1 @@
-"""The traced loss on a mesh: gathered weights, pinned activations, rematerialized blocks."""
+"""The traced loss on a mesh: gathered weights, sharding constraints, rematerialized blocks."""

@@ -1,6 +1,6 @@
-"""Grouped convolutions on a mesh: divided over every axis.
+"""Grouped convolutions on a mesh: sharded over every axis.
 
-If samples are divided over one axis and nothing over another, XLA sums the gradient of a grouped
+If samples are sharded over one axis and nothing over another, XLA sums the gradient of a grouped
 convolution's kernel over both: the result is too large by the size of the second.
 """
 
@@ -26,9 +26,9 @@ def is_grouped(eqn: Equation) -> bool:
 
 
 class GroupedLayout:
-    """How a grouped convolution is divided over all axes of a mesh.
+    """How a grouped convolution is sharded over all axes of a mesh.
 
-    Channels are divided over ``tensor``, or samples if the groups are not divisible; what is not
+    Channels are sharded over ``tensor``, or samples if the groups are not divisible; what is not
     divisible either is computed on every device.
 
     Args:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
-import jax
-
-from meshwright.program.blocks.segments import Block, cut_iteration, whole_program
-from meshwright.program.evaluate.control_flow import ScanBody, run_scan, scan_body
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
-from meshwright.program.evaluate.weight_uses import WeightUse
+from meshwright.program.blocks.block_lists import BlockSegment, cut_iteration, whole_program
+from meshwright.program.evaluate.evaluator import (
+    Environment,
+    Evaluator,
+    ScanBody,
+    run_scan,
+    scan_body,
+)
+from meshwright.program.evaluate.weight_uses import Weights, WeightUse
 from meshwright.program.jaxpr.equations import (
     Atom,
     ClosedJaxpr,
@@ -22,8 +24,8 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     scan_counts,
 )
-from meshwright.program.on_mesh.gather_ahead import after_last_block, run_block
 from meshwright.program.on_mesh.remat import Remat
+from meshwright.program.on_mesh.run_blocks import BlockRunner
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class LayerScans:
 
     Attributes:
         remat: what layers save for their backward pass.
-        by_block: whether the blocks of an iteration of several are computed again one by one.
+        by_block: whether an iteration of several blocks recomputes them one by one.
     """
 
     remat: Remat
@@ -61,98 +63,67 @@ class LayerScans:
             return scan_body(eqn, consts, env)
         _, num_carry = scan_counts(eqn)
         closed: ClosedJaxpr = eqn.params["jaxpr"]
-        invars = closed.jaxpr.invars
-        iteration = _Iteration(
-            env.evaluator,
-            closed,
-            {invars[number]: use for number, use in stacks.items()},
-            {invars[number] for number in shared},
-            self.remat if stacks else Remat(),
-            by_block=self.by_block,
+        invars, remat = closed.jaxpr.invars, self.remat if stacks else Remat()
+        apart = self.by_block and remat.recomputes
+        segments = cut_iteration(closed.jaxpr) if apart else [whole_program(closed.jaxpr)]
+        several = len(segments) > 1
+        sharded = any(use.specs is not None for use in stacks.values())
+        layers = _Layers(
+            remat,
+            # Without barriers, several blocks may be recomputed at the same time.
+            prevent_cse=several,
+            constants=dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
+            stacks={invars[number]: use for number, use in stacks.items()},
+            shared={invars[number] for number in shared},
+            ahead=remat.gather_per_block and sharded and several,
         )
 
         def body(carry: list[Value], xs: list[Value]) -> tuple[list[Value], list[Value]]:
-            out = iteration([*consts, *carry, *xs])
+            inner = env.evaluator.environment(closed, [*consts, *carry, *xs])
+            layers.run(segments, inner)
+            out = [inner.value(atom) for atom in closed.jaxpr.outvars]
             return out[:num_carry], out[num_carry:]
 
         return body
 
 
-class _Iteration:
-    """One iteration of a scan.
+@dataclass(frozen=True)
+class _Layers(BlockRunner):
+    """Runs the blocks of one iteration of a scan.
 
-    Args:
-        evaluator: evaluates its equations.
-        closed: the body of the scan.
+    Attributes:
+        constants: constants of the scan's body.
         stacks: the inputs that are layers of stacked weights.
         shared: the inputs that are half-precision weights of all layers, given in the parameter's
             dtype.
-        remat: what a block saves for its backward pass.
-        by_block: whether the blocks of an iteration of several are computed again one by one.
+        ahead: whether weights are gathered one block ahead.
     """
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        closed: ClosedJaxpr,
-        stacks: Mapping[Var, WeightUse],
-        shared: Collection[Var],
-        remat: Remat,
-        *,
-        by_block: bool,
-    ) -> None:
-        self._evaluator, self._closed, self._remat = evaluator, closed, remat
-        self._stacks, self._shared = stacks, shared
-        self._constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        divided = any(use.specs is not None for use in stacks.values())
-        apart = by_block and remat.computes_again
-        self._blocks = cut_iteration(closed.jaxpr) if apart else [whole_program(closed.jaxpr)]
-        self._ahead = remat.gather_per_block and divided and len(self._blocks) > 1
+    constants: Mapping[Var, Value] = field(default_factory=dict[Var, Value])
+    stacks: Mapping[Var, WeightUse] = field(default_factory=dict[Var, WeightUse])
+    shared: Collection[Var] = ()
+    ahead: bool = False
 
-    def __call__(self, inputs: Sequence[Value]) -> list[Value]:
-        env = self._evaluator.environment(self._closed, inputs)
-        handed_on: list[Value] = []
-        for block in self._blocks:
-            reads = [v for v in block.reads if v not in self._constants]
-            weights = [v for v in reads if v in self._stacks]
-            others = [v for v in reads if v not in self._stacks]
-            values = [env.values[v] for v in weights], [env.value(v) for v in others]
-            run = partial(self._run, block, weights, others)
-            if self._remat.policy is None:
-                results = run(*values)
-            elif self._ahead:
-                results, handed_on = run_block(run, self._remat.policy, *values, handed_on)
-            else:
-                # Without barriers, several blocks may be computed again at the same time.
-                several = len(self._blocks) > 1
-                run = jax.checkpoint(run, policy=self._remat.policy, prevent_cse=several)
-                results = run(*values)
-            if self._ahead and block is self._blocks[-1]:
-                results = after_last_block(results, handed_on)
-            env.values.update(zip(block.results, results, strict=True))
-        return [env.value(atom) for atom in self._closed.jaxpr.outvars]
+    def arguments(self, block: BlockSegment, env: Environment) -> dict[Var, Value]:
+        """Return what a block reads, weights first; constants are not passed."""
+        reads = [v for v in block.reads if v not in self.constants]
+        weights = {v: env.values[v] for v in reads if v in self.stacks}
+        return weights | {v: env.value(v) for v in reads if v not in self.stacks}
 
-    def _run(
-        self,
-        block: Block,
-        names_of_weights: Sequence[Var],
-        names_of_others: Sequence[Var],
-        weights: Sequence[Value],
-        others: Sequence[Value],
-    ) -> list[Value]:
-        """Evaluate a block."""
-        inner = dict(self._constants)
-        inner.update(zip([*names_of_weights, *names_of_others], [*weights, *others], strict=True))
-        prepared = {
-            v: self._evaluator.weights.prepare_layer(inner[v], self._stacks[v])
-            for v in names_of_weights
-        }
-        for v in names_of_others:
-            if v in self._shared:
-                prepared[v] = inner[v]
-                inner[v] = inner[v].astype(aval_of(v).dtype)
-        self._evaluator.equations(block.eqns, Environment(self._evaluator, inner, prepared))
-        return [inner[v] for v in block.results]
+    def gathered(self, block: BlockSegment, weights: Weights) -> Collection[Var]:
+        """Return the layers of stacked weights, if weights are gathered one block ahead."""
+        return self.stacks if self.ahead else ()
+
+    def inside(self, arguments: Mapping[Var, Value], evaluator: Evaluator) -> Environment:
+        """Return the environment of a block, in which its weights are prepared for use."""
+        values, prepare = {**self.constants, **arguments}, evaluator.weights.prepare_layer
+        layers = [v for v in arguments if v in self.stacks]
+        prepared = {v: prepare(values[v], self.stacks[v]) for v in layers}
+        for v in arguments:
+            if v in self.shared:
+                prepared[v] = values[v]
+                values[v] = values[v].astype(aval_of(v).dtype)
+        return Environment(evaluator, values, prepared)
 
 
 def stacked_weights(eqn: Equation, env: Environment) -> dict[int, WeightUse]:
@@ -176,7 +147,7 @@ def shared_weights(eqn: Equation, env: Environment) -> set[int]:
 
 
 def _stack(atom: Atom, use: WeightUse, env: Environment) -> Value:
-    """Return a stack of layers to scan over: divided, or gathered as a whole."""
+    """Return a stack of layers to scan over: sharded, or gathered as a whole."""
     return (
         env.values[use.leaf] if env.evaluator.weights.gather_per_block else env.in_param_dtype(atom)
     )

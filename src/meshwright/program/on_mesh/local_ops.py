@@ -1,37 +1,37 @@
 """Operations that every device runs on its own samples, because XLA would gather them first.
 
 XLA's partitioner replicates the operands of Fourier transforms and of top-k, although samples are
-independent there. The gradient of a grouped convolution's kernel is summed over axes that divide
+independent there. The gradient of a grouped convolution's kernel is summed over axes that shard
 nothing (see `grouped_convolutions`). Inside a `jax.shard_map` neither happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import PartitionSpec
 
-from meshwright.program.dims import DimClasses, Frame, all_frames
+from meshwright.program.dims import DimClasses
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of
 from meshwright.program.on_mesh.grouped_convolutions import is_grouped
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
-from meshwright.program.on_mesh.pins import TensorDim, activation_spec
+from meshwright.program.on_mesh.sharding_constraints import TensorDim, activation_spec
 
 
 @dataclass(frozen=True)
 class LocalOp:
-    """The layouts of the operands and results of an operation that devices run by themselves."""
+    """The layouts of the operands and results of an operation that devices run on their own."""
 
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that divide the first operand."""
+        """The mesh axes that shard the first operand."""
         entries = (entry for entry in self.operands[0] if entry is not None)
         return tuple(
             a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)
@@ -49,17 +49,17 @@ def find_local_ops(
 
     Args:
         classes: the dims of the program's variables.
-        batch_axes: the mesh axes samples are divided over, and their sizes.
-        tensor_dim: which dim of an activation is divided over the tensor axis.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+        tensor_dim: which dim of an activation is sharded over the tensor axis.
         tensor_size: the size of the tensor axis.
     """
     found: dict[Var, LocalOp] = {}
-    for frame, eqn in _candidates(classes) if batch_axes else ():
-        operand, whole = eqn.invars[0], _whole_dims(eqn)
-        if isinstance(operand, Literal):
+    for program, eqn in classes.equations() if batch_axes else ():
+        if not _is_candidate(eqn) or isinstance(eqn.invars[0], Literal):
             continue
+        operand, whole = eqn.invars[0], _whole_dims(eqn)
         specs = [
-            activation_spec(frame, variable, classes.batch, batch_axes, tensor_dim)
+            activation_spec(program, variable, classes.batch, batch_axes, tensor_dim)
             for variable in (operand, *eqn.outvars)
         ]
         layouts = [_without(spec, whole) for spec in specs if spec is not None]
@@ -72,13 +72,9 @@ def find_local_ops(
     return found
 
 
-def _candidates(classes: DimClasses) -> Iterator[tuple[Frame, Equation]]:
-    for frame in all_frames(classes.root):
-        for eqn in frame.jaxpr.eqns:
-            if eqn.primitive.name in ("fft", "top_k") or (
-                is_grouped(eqn) and eqn.params["batch_group_count"] == 1
-            ):
-                yield frame, eqn
+def _is_candidate(eqn: Equation) -> bool:
+    one_batch = is_grouped(eqn) and eqn.params["batch_group_count"] == 1
+    return eqn.primitive.name in ("fft", "top_k") or one_batch
 
 
 def _whole_dims(eqn: Equation) -> Sequence[int]:

@@ -2,14 +2,14 @@
 
 The gradient of a weight that a scan reads in every iteration is a sum over iterations and over
 samples. The partitioner would reduce each iteration's part over the devices before it is added.
-Instead, every device gets a copy of the weight: one row of an array whose rows are divided over the
+Instead, every device gets a copy of the weight: one row of an array whose rows are sharded over the
 devices. Operations that read it run on a device's own samples and its own row. The gradients of the
 rows are added up in the loop, where nothing is sent, and the rows are summed after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,20 +18,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.program.evaluate.evaluator import Environment
-from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.jaxpr.equations import (
     REMATS,
-    Atom,
     ClosedJaxpr,
     Equation,
     Literal,
     Value,
     Var,
     aval_of,
-    called_jaxpr,
     name_stack,
-    scan_counts,
 )
+from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.on_mesh.loop_reads import LoopRead, LoopReads
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype, record_prepared
 
@@ -72,7 +70,7 @@ class LoopWeights:
     def _enter(self, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate an equation that runs programs, in which the rows of its operands are known."""
         before = dict(self.rows)
-        for closed, arguments in _programs(eqn):
+        for closed, arguments in called_programs(eqn):
             for variable, atom in zip(closed.jaxpr.invars, arguments, strict=False):
                 if isinstance(atom, Literal):
                     continue
@@ -88,11 +86,11 @@ class LoopWeights:
             self.rows.update(before)
 
     def _copy(self, weight: Value) -> Value:
-        """Return a weight once for each part of the samples, in rows divided like these."""
+        """Return a weight once for each part of the samples, in rows sharded like these."""
         rows = jnp.broadcast_to(weight, (self.reads.parts, *weight.shape))
-        return self._divided(rows, 0)
+        return self._sharded(rows, 0)
 
-    def _divided(self, value: Value, dim: int) -> Value:
+    def _sharded(self, value: Value, dim: int) -> Value:
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
         entries[dim] = tuple(self.reads.batch_axes)
         return jax.lax.with_sharding_constraint(value, self.mesh.sharding(PartitionSpec(*entries)))
@@ -158,7 +156,7 @@ class LoopWeights:
         if id(value) not in env.copies:
             shape = (*value.shape[:dim], self.reads.parts, -1, *value.shape[dim + 1 :])
             # The value as well, so that no other gets its id.
-            env.copies[id(value)] = value, self._divided(value.reshape(shape), dim)
+            env.copies[id(value)] = value, self._sharded(value.reshape(shape), dim)
         return env.copies[id(value)][1]
 
     def _on_devices(
@@ -167,34 +165,17 @@ class LoopWeights:
         """Run a function of an equation's operands on each device, in a `jax.shard_map`."""
         axes = tuple(self.reads.batch_axes)
 
-        def divided(dim: int | None) -> PartitionSpec:
+        def sharded(dim: int | None) -> PartitionSpec:
             return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes)
 
         def on_device(*parts: Value) -> tuple[Value, ...]:
             return tuple(run(*(x[0] if n in rows else x for n, x in enumerate(parts))))
 
-        mapped = jax.shard_map(
-            on_device,
-            mesh=self.mesh.mesh,
-            in_specs=tuple(divided(0 if n in rows else d) for n, d in enumerate(read.operands)),
-            out_specs=(divided(read.result),),
-            axis_names=set(axes),
-            check_vma=False,
-        )
-        return list(mapped(*operands))
+        specs = [sharded(0 if n in rows else dim) for n, dim in enumerate(read.operands)]
+        return list(run_locally(on_device, operands, specs, (sharded(read.result),), self.mesh))
 
 
 _WITH_PROGRAMS = frozenset({"scan", "cond", *REMATS})
-
-
-def _programs(eqn: Equation) -> Iterator[tuple[ClosedJaxpr, Sequence[Atom]]]:
-    """Yield the programs that an equation runs, with those arguments that stay as they are."""
-    if eqn.primitive.name == "scan":
-        yield eqn.params["jaxpr"], eqn.invars[: scan_counts(eqn)[0]]
-    elif eqn.primitive.name == "cond":
-        yield from ((branch, eqn.invars[1:]) for branch in eqn.params["branches"])
-    else:
-        yield called_jaxpr(eqn), eqn.invars
 
 
 def _first_reader(variable: Var, closed: ClosedJaxpr) -> str:
@@ -213,7 +194,7 @@ def _for_each(run: Run, operands: list[Value], dims: dict[int, int], out_dim: in
 
 
 def _join(value: Value, dim: int) -> Value:
-    """Return samples in rows as one dim again."""
+    """Merge the rows of samples into one dim."""
     return value.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])
 
 

@@ -1,26 +1,30 @@
-"""The traced loss on a mesh: weights gathered, activations pinned, blocks rematerialized."""
+"""The traced loss on a mesh: weights gathered, activations constrained, blocks rematerialized.
+
+Within a `jax.shard_map` it is the loss of one device's samples, with the random numbers that they
+would get in the whole batch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from meshwright.program.blocks.segments import Block, cut_segments
+from meshwright.errors import Setting, UserError
+from meshwright.program.blocks.block_lists import BlockSegment, Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
+from meshwright.program.dims import DimClasses, ProgramDims
 from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
-from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.evaluate.weight_uses import Weights, WeightUse
+from meshwright.program.evaluate.weight_uses import GatherSpecs, Weights, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES, Float64
-from meshwright.program.jaxpr.equations import Literal, Value, Var, aval_of
+from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of, bind
 from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
-from meshwright.program.on_mesh.gather_ahead import after_last_block, run_block
-from meshwright.program.on_mesh.kernel_rule import KernelRule
 from meshwright.program.on_mesh.layer_scans import LayerScans
 from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
 from meshwright.program.on_mesh.loop_reads import NO_LOOP_READS, LoopReads
@@ -28,11 +32,13 @@ from meshwright.program.on_mesh.loop_weights import LoopWeights
 from meshwright.program.on_mesh.mesh_rules import (
     AddWeights,
     GroupedConvolutions,
+    KernelRule,
     WeightGradients,
     cast_leaf,
     rearrange_weight,
 )
 from meshwright.program.on_mesh.remat import Remat
+from meshwright.program.on_mesh.run_blocks import BlockRunner
 from meshwright.program.on_mesh.shared_inputs import SharedInput, SharedInputs
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 
@@ -47,8 +53,10 @@ class Forward:
     """
 
     def __init__(self, traced: TracedLoss, evaluator: Evaluator, remat: Remat) -> None:
-        self.traced, self._evaluator, self._remat = traced, evaluator, remat
-        self._segments = cut_segments(traced.closed.jaxpr)
+        self.traced, self._evaluator, self._blocks = traced, evaluator, _Blocks(remat)
+        jaxpr = traced.closed.jaxpr
+        saves_all = remat.policy is None
+        self._segments = [Outside(tuple(jaxpr.eqns))] if saves_all else cut_segments(jaxpr)
 
     def __call__(self, leaves: Sequence[Value], batch: Sequence[Value]) -> LossValue:
         """Evaluate the loss on the step's leaf values (in layout order) and batch leaves."""
@@ -58,89 +66,48 @@ class Forward:
         """Return the program's outputs as they are: its results, then the new state."""
         closed = self.traced.closed
         env = self._evaluator.environment(closed, [*leaves, *batch])
-        blocks = [s for s in self._segments if isinstance(s, Block)]
-        handed_on: list[Value] = []
-        for segment in self._segments:
-            if not isinstance(segment, Block) or self._remat.policy is None:
-                self._evaluator.equations(segment.eqns, env)
-            elif self._is_gathered(segment):
-                handed_on = self._run_gathered(segment, env, handed_on)
-                if segment is blocks[-1]:
-                    self._end_blocks(segment, env, handed_on)
-            else:
-                self._run_block(segment, env)
+        self._blocks.run(self._segments, env)
         return [env.value(atom) for atom in closed.jaxpr.outvars]
 
-    def _is_gathered(self, block: Block) -> bool:
-        """Whether the weights of a block are gathered again for its backward pass."""
-        uses = self._evaluator.weights.uses
-        divided = any(uses[v].specs is not None for v in block.reads if v in uses)
-        return self._remat.gather_per_block and divided
 
-    def _run_gathered(self, block: Block, env: Environment, before: list[Value]) -> list[Value]:
-        """Evaluate a block that gathers its weights, and return them divided, for the next one."""
+class _Blocks(BlockRunner):
+    """Runs the blocks of a loss.
+
+    Weights are gathered inside of each block, or prepared for use before it.
+    """
+
+    def arguments(self, block: BlockSegment, env: Environment) -> dict[Var, Value]:
+        """Return what a block reads: weights as they are stored if it gathers them, or prepared."""
         uses = env.evaluator.weights.uses
-        leaves = list(dict.fromkeys(uses[v].leaf for v in block.reads if v in uses))
-        others = [v for v in block.reads if v not in uses]
+        if self.remat.gather_per_block:
+            reads = dict.fromkeys(uses[v].leaf if v in uses else v for v in block.reads)
+            return {v: env.values[v] if v in uses else env.value(v) for v in reads}
+        reads = _reads_casts(block, env.evaluator.weights)
+        return {v: env.in_param_dtype(v) if v in uses else env.value(v) for v in reads}
 
-        def run(weights: Sequence[Value], values: Sequence[Value]) -> list[Value]:
-            inner = dict(zip([*leaves, *others], [*weights, *values], strict=True))
-            self._evaluator.equations(block.eqns, Environment(self._evaluator, inner, {}))
-            return [inner[v] for v in block.results]
+    def gathered(self, block: BlockSegment, weights: Weights) -> Collection[Var]:
+        """Return the stored weights of a block, if it gathers them."""
+        reads = [weights.uses[v] for v in block.reads if v in weights.uses]
+        sharded = any(use.specs is not None for use in reads)
+        return {use.leaf for use in reads} if self.remat.gather_per_block and sharded else ()
 
-        assert self._remat.policy is not None
-        results, handed_on = run_block(
-            run,
-            self._remat.policy,
-            [env.values[leaf] for leaf in leaves],
-            [env.value(v) for v in others],
-            before,
-        )
-        env.values.update(zip(block.results, results, strict=True))
-        return handed_on
+    def inside(self, arguments: Mapping[Var, Value], evaluator: Evaluator) -> Environment:
+        """Return the environment of a block, which has prepared weights if it gathers none."""
+        uses = () if self.remat.gather_per_block else evaluator.weights.uses
+        values = {v: x for v, x in arguments.items() if v not in uses}
+        prepared = {v: x for v, x in arguments.items() if v in uses}
+        return Environment(evaluator, values, prepared)
 
-    def _end_blocks(self, block: Block, env: Environment, handed_on: list[Value]) -> None:
-        results = after_last_block([env.values[v] for v in block.results], handed_on)
-        env.values.update(zip(block.results, results, strict=True))
 
-    def _run_block(self, block: Block, env: Environment) -> None:
-        """Evaluate a block under its checkpoint policy."""
-        uses, inside = env.evaluator.weights.uses, self._remat.gather_per_block
-        reads = block.reads if inside else self._reads_casts(block)
-        arguments = [
-            env.value(v)
-            if v not in uses
-            else env.values[uses[v].leaf]
-            if inside
-            else env.in_param_dtype(v)
-            for v in reads
-        ]
+def _reads_casts(block: BlockSegment, weights: Weights) -> list[Var]:
+    """Return what a block reads, with weights that it casts itself replaced by their casts.
 
-        def run(*values: Value) -> list[Value]:
-            inner, prepared = dict[Var, Value](), dict[Var, Value]()
-            for variable, value in zip(reads, values, strict=True):
-                if variable not in uses:
-                    inner[variable] = value
-                elif inside:
-                    inner[uses[variable].leaf] = value
-                else:
-                    prepared[variable] = value
-            self._evaluator.equations(block.eqns, Environment(self._evaluator, inner, prepared))
-            return [inner[v] for v in block.results]
-
-        results = jax.checkpoint(run, policy=self._remat.policy)(*arguments)
-        env.values.update(zip(block.results, results, strict=True))
-
-    def _reads_casts(self, block: Block) -> list[Var]:
-        """Return what a block reads, with weights that it casts itself replaced by their casts.
-
-        Casts are prepared outside of the block, as its other weights are.
-        """
-        is_cast = self._evaluator.weights.is_cast
-        casts = [v for eqn in block.eqns for v in eqn.outvars[:1] if is_cast(v)]
-        rest = [eqn for eqn in block.eqns if not set(eqn.outvars) & set(casts)]
-        computed = {v for eqn in block.eqns for v in eqn.outvars}
-        return [*(v for v in variables_read(rest) if v not in computed), *casts]
+    Casts are prepared outside of the block, as its other weights are.
+    """
+    casts = [v for eqn in block.eqns for v in eqn.outvars[:1] if weights.is_cast(v)]
+    rest = [eqn for eqn in block.eqns if not set(eqn.outvars) & set(casts)]
+    computed = {v for eqn in block.eqns for v in eqn.outvars}
+    return [*(v for v in variables_read(rest) if v not in computed), *casts]
 
 
 def mesh_evaluator(
@@ -149,7 +116,7 @@ def mesh_evaluator(
     remat: Remat,
     *,
     wide: bool,
-    pins: Mapping[Var, PartitionSpec] | None = None,
+    constraints: Mapping[Var, PartitionSpec] | None = None,
     local_ops: Mapping[Var, LocalOp] | None = None,
     shared_inputs: Mapping[Var, SharedInput] | None = None,
     loop_reads: LoopReads = NO_LOOP_READS,
@@ -165,7 +132,7 @@ def mesh_evaluator(
         uses: the variables that are parameters.
         remat: what layers of a stack save for their backward pass.
         wide: compute in float64.
-        pins: layouts of activations.
+        constraints: layouts of activations.
         local_ops: operations that devices run on their own samples.
         shared_inputs: activations that several products share.
         loop_reads: operations that read weights in loops.
@@ -174,7 +141,7 @@ def mesh_evaluator(
         first: rules that come before those of the mesh.
         lookups: whether the gradients of lookups need a layout.
     """
-    shardings = {v: mesh.sharding(spec) for v, spec in (pins or {}).items()}
+    shardings = {v: mesh.sharding(spec) for v, spec in (constraints or {}).items()}
     rules = [
         *first,
         KernelRule(mesh, kernels, shardings),
@@ -196,7 +163,7 @@ def mesh_evaluator(
         weights=Weights(
             uses, weight_only, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),
-        pins={v: sharding for v, sharding in shardings.items() if v not in skipped},
+        constraints={v: sharding for v, sharding in shardings.items() if v not in skipped},
     )
 
 
@@ -207,7 +174,7 @@ def weight_uses(
 
     Args:
         traced: the loss.
-        gathers: by number of the step leaf, the layouts of weights divided over fsdp.
+        gathers: by number of the step leaf, the layouts of weights sharded over fsdp.
         whole: by number of the step leaf, its layout when gathered.
     """
     jaxpr = traced.closed.jaxpr
@@ -230,3 +197,81 @@ def weight_uses(
         if not isinstance(atom, Literal) and atom in uses
     )
     return {variable: replace(use, shared=reads[use.leaf] > 1) for variable, use in uses.items()}
+
+
+def local_forward(
+    traced: TracedLoss,
+    draws: LocalDraws,
+    mesh: Mesh,
+    remat: Remat,
+    *,
+    wide: bool,
+    kernels: Kernels = NO_KERNELS,
+) -> Forward:
+    """Return the loss of one device's samples, inside a `jax.shard_map` over the batch axes.
+
+    Args:
+        traced: the loss, traced for one device's part of a microbatch.
+        draws: its random numbers.
+        mesh: the mesh.
+        remat: what blocks save for their backward pass.
+        wide: compute in float64.
+        kernels: regions that kernels evaluate.
+    """
+    # Inside `shard_map` there is only this device, so nothing is sharded.
+    unsharded = [PartitionSpec()] * len(traced.layout.step_leaves)
+    view = MeshView(mesh, frozenset(draws.batch_axes))
+    uses = weight_uses(traced, {}, unsharded)
+    evaluator = mesh_evaluator(
+        view, uses, remat, wide=wide, kernels=kernels, first=[draws.draw], lookups=False
+    )
+    return Forward(traced, evaluator, remat)
+
+
+class LocalDraws:
+    """Draws random numbers for the whole microbatch and keeps this device's part.
+
+    Bits are a function of (key, position): a device that draws for all samples gets the same bits
+    as without `shard_map`. This costs some arithmetic, and nothing is sent.
+
+    Args:
+        whole: the dims of the loss of a whole microbatch, in which the dim of samples is known.
+        local: the dims of the same loss for one device's part, which may be a single sample: its
+            dim could be any dim of size 1.
+        batch_axes: the mesh axes that samples are sharded over, outermost first, and their sizes.
+    """
+
+    def __init__(self, whole: DimClasses, local: DimClasses, batch_axes: Mapping[str, int]) -> None:
+        self.batch_axes = dict(batch_axes)
+        self._sample_dims: dict[Var, int] = {}
+        whole_draws, local_draws = _draws(whole), _draws(local)
+        if len(whole_draws) != len(local_draws):
+            raise UserError(
+                f"{Setting('training.sync_gradients_every')} cannot be used: how often the loss "
+                "draws random numbers depends on the number of samples",
+                why=f"{len(whole_draws)} times for a microbatch, {len(local_draws)} for one "
+                "device's part",
+                fix=f"write {Setting('training.sync_gradients_every', 1)}",
+            )
+        for (program, eqn), (_, local_eqn) in zip(whole_draws, local_draws, strict=True):
+            for dim, factors in enumerate(program.dims(eqn.outvars[0])):
+                if factors and factors[0].id in whole.batch:
+                    self._sample_dims[local_eqn.outvars[0]] = dim
+
+    def draw(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a draw that has the samples in one of its dims; None for other equations."""
+        if eqn.primitive.name != "random_bits" or eqn.outvars[0] not in self._sample_dims:
+            return None
+        dim = self._sample_dims[eqn.outvars[0]]
+        shape = list(eqn.params["shape"])
+        size = shape[dim]
+        shape[dim] = size * math.prod(self.batch_axes.values())
+        params = {**eqn.params, "shape": tuple(shape)}
+        (bits,) = bind(eqn.replace(params=params), env.operands(eqn))
+        start = jax.lax.axis_index(tuple(self.batch_axes)) * size
+        return [jax.lax.dynamic_slice_in_dim(bits, start, size, dim)]
+
+
+def _draws(classes: DimClasses) -> list[tuple[ProgramDims, Equation]]:
+    """Return the equations that draw random bits, with the programs they are in."""
+    return [both for both in classes.equations() if both[1].primitive.name == "random_bits"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.evaluator import Environment, constrained
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
@@ -21,6 +22,7 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
 )
+from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.grouped_convolutions import GroupedLayout, is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
 
@@ -200,3 +202,34 @@ def record_prepared(eqn: Equation, results: Sequence[Value], env: Environment) -
     """Store the result of rearranging a weight as prepared, and return it rounded as traced."""
     env.prepared[eqn.outvars[0]] = results[0]
     return [results[0].astype(aval_of(eqn.outvars[0]).dtype)]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelRule:
+    """Evaluates each region at the place of one of its equations, and skips the others.
+
+    Attributes:
+        mesh: where the program runs.
+        kernels: the regions.
+        constraints: layouts of their results.
+    """
+
+    mesh: MeshView
+    kernels: Kernels
+    constraints: Mapping[Var, NamedSharding]
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a region, or skip one of its equations; None for others."""
+        first = eqn.outvars[0] if eqn.outvars else None
+        region = self.kernels.regions.get(first) if first is not None else None
+        if region is None:
+            skipped = first in self.kernels.interior or first in self.kernels.elsewhere
+            # Nothing reads what is not computed: regions with readers outside are not replaced.
+            return [env.values.get(v) for v in eqn.outvars] if skipped else None
+        env.evaluator.equations(region.place.ahead, env)
+        results = dict(zip(region.outputs, region.kernel(region, env, self.mesh), strict=True))
+        for variable, value in results.items():
+            if variable not in eqn.outvars:
+                # The equation that makes it, where it would be constrained, is skipped.
+                env.values[variable] = constrained(variable, value, self.constraints)
+        return [results.get(variable) for variable in eqn.outvars]

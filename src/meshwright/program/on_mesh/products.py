@@ -1,18 +1,24 @@
-"""Products, factors and lookups whose weight gradients are summed in float32, in one order."""
+"""Products, factors and lookups whose weight gradients are summed in float32, in one order.
+
+cuDNN has no convolution of half-precision numbers with a float32 kernel gradient. Asked for one,
+XLA widens both operands, which takes twice their memory, and multiplies at half the rate. So the
+gradients of convolutions that are plain products are computed as products.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
-from meshwright.program.on_mesh.kernel_gradients import product_gradient
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -68,11 +74,11 @@ def use_weight(
     ``weight``, may be float32 numbers; if ``casts``, they are read in the dtype the equation was
     traced with.
 
-    ``whole`` is the layout of the gradient before it is divided. Without this constraint the
+    ``whole`` is the layout of the gradient before it is sharded. Without this constraint the
     compiler would add the rows of a lookup to the other gradient of a tied embedding, which then
     has to be reduced over the mesh before, and the sum once more.
 
-    What a ``platform`` lacks is made up for. The CPU runtime has no products of half-precision
+    What a ``platform`` lacks is worked around. The CPU runtime has no products of half-precision
     numbers with float32 results: the operands of gradients are widened. GPUs have no such
     convolutions: the gradient of a kernel is rounded before it is widened, unless it is a product.
     """
@@ -189,3 +195,50 @@ def _wide_products_on_cpu(eqn: Equation, env: Environment) -> list[Value] | None
 def _wide_product(eqn: Equation, operands: Sequence[Value]) -> list[Value]:
     params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
     return bind(eqn.replace(params=params), list(operands))
+
+
+def product_gradient(eqn: Equation, activations: Value, cotangent: Value) -> Value | None:
+    """Return the kernel gradient of a convolution that is a product of each position's channels.
+
+    Products of half-precision numbers are summed in float32.
+
+    Args:
+        eqn: the convolution.
+        activations: what it reads.
+        cotangent: of its result.
+
+    Returns:
+        The gradient in float32; None if the convolution is no such product, or if channels are
+        not the last dim.
+    """
+    numbers, kernel = eqn.params["dimension_numbers"], aval_of(eqn.invars[1]).shape
+    last = len(kernel) - 1
+    outputs, inputs, *window = numbers.rhs_spec
+    if not _is_product(eqn.params) or any(kernel[dim] != 1 for dim in window):
+        return None
+    if numbers.lhs_spec != numbers.out_spec or numbers.lhs_spec[:2] != (0, last):
+        return None
+    steps = dict(zip(numbers.lhs_spec[2:], eqn.params["window_strides"], strict=True))
+    strides = [steps.get(dim, 1) for dim in range(last + 1)]
+    if max(strides) > 1:
+        activations = lax.slice(activations, [0] * (last + 1), activations.shape, strides)
+    left, right = (
+        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in (activations, cotangent)
+    )
+    if outputs < inputs:
+        left, right = right, left
+    product = lax.dot_general(
+        left,
+        right,
+        (((0,), (0,)), ((), ())),
+        precision=eqn.params["precision"],
+        preferred_element_type=jnp.float32,
+    )
+    return product.reshape(kernel)
+
+
+def _is_product(params: dict[str, Any]) -> bool:
+    padded = any(side != 0 for sides in params["padding"] for side in sides)
+    dilated = any(step != 1 for step in params["lhs_dilation"])
+    grouped = max(params["feature_group_count"], params["batch_group_count"]) > 1
+    return not (padded or dilated or grouped)

@@ -1,4 +1,4 @@
-"""What a block saves for its backward pass, and what it computes or gathers again."""
+"""What a block saves for its backward pass, and what it recomputes or gathers again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.program.evaluate.gather import GATHERED
+from meshwright.program.evaluate.weight_uses import GATHERED
 from meshwright.program.kernels.fused_attention import ATTENDED
 
 
@@ -20,25 +20,25 @@ class Remat:
     Attributes:
         policy: JAX checkpoint policy; None saves everything.
         gather_per_block: whether weights are gathered again for the backward pass.
-        computes_again: whether more than gathered weights is computed again.
+        recomputes: whether more than gathered weights is recomputed.
     """
 
     policy: Callable[..., Any] | None = None
     gather_per_block: bool = False
-    computes_again: bool = False
+    recomputes: bool = False
 
 
 def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
     """Return the checkpoint policy for a value of ``remat`` and of ``keep_gathered``."""
     policies = jax.checkpoint_policies
     if kind == "full":
-        return Remat(policies.nothing_saveable, not keep_gathered, computes_again=True)
+        return Remat(policies.nothing_saveable, not keep_gathered, recomputes=True)
     if kind == "dots":
         saved = _but_complex(_products_and_attention)
-        return Remat(saved, not keep_gathered, computes_again=True)
+        return Remat(saved, not keep_gathered, recomputes=True)
     if kind != "none":
         saved = _but_complex(getattr(policies, kind))
-        return Remat(saved, not keep_gathered, computes_again=True)
+        return Remat(saved, not keep_gathered, recomputes=True)
     if keep_gathered:
         return Remat()
     return Remat(_but_complex(_all_but_gathered), gather_per_block=True)
@@ -47,7 +47,7 @@ def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
 def _products_and_attention(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """Save products with weights, and what attention kernels save for their gradient.
 
-    Attention is not computed again: it takes longer than other operations between two products,
+    Attention is not recomputed: it takes longer than other operations between two products,
     and what it saves is no larger than its operands.
     """
     if primitive.name == "name":
@@ -61,7 +61,7 @@ def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """Save everything except gathered weights.
 
     Results of constraints, of broadcasts and of casts to a wider dtype are not saved either: their
-    operand is not larger, and for weights it is the divided one.
+    operand is not larger, and for weights it is the sharded one.
     """
     if primitive.name == "name":
         return params["name"] != GATHERED

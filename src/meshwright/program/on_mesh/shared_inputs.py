@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from meshwright.program.dims import DimClasses, Frame, all_frames
+from meshwright.program.dims import DimClasses, ProgramDims, all_programs
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
-from meshwright.program.on_mesh.pins import TensorDim, activation_spec
+from meshwright.program.on_mesh.sharding_constraints import TensorDim, activation_spec
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SharedInput:
 def find_shared_inputs(
     classes: DimClasses,
     *,
-    divided: Collection[int],
+    sharded: Collection[int],
     batch_axes: Mapping[str, int],
     tensor_dim: TensorDim,
 ) -> dict[Var, SharedInput]:
@@ -42,14 +42,14 @@ def find_shared_inputs(
 
     Args:
         classes: the dims of the program's variables, and its events.
-        divided: the classes that the tensor axis divides.
-        batch_axes: the mesh axes samples are divided over, and their sizes.
-        tensor_dim: which dim of an activation is divided over the tensor axis.
+        sharded: the classes that the tensor axis shards.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+        tensor_dim: which dim of an activation is sharded over the tensor axis.
     """
     shared: dict[Var, SharedInput] = {}
-    for frame in all_frames(classes.root) if divided else ():
-        for variable, products in _shared(classes, frame, frozenset(divided)):
-            spec = activation_spec(frame, variable, classes.batch, batch_axes, tensor_dim)
+    for program in all_programs(classes.root) if sharded else ():
+        for variable, products in _shared(classes, program, frozenset(sharded)):
+            spec = activation_spec(program, variable, classes.batch, batch_axes, tensor_dim)
             if spec is not None:
                 one = SharedInput(variable, spec)
                 shared.update((eqn.outvars[0], one) for eqn in products)
@@ -57,21 +57,21 @@ def find_shared_inputs(
 
 
 def _shared(
-    classes: DimClasses, frame: Frame, divided: frozenset[int]
+    classes: DimClasses, program: ProgramDims, sharded: frozenset[int]
 ) -> Iterator[tuple[Var, list[Equation]]]:
     """Yield the variables that several products read and other equations as well."""
     products, others = defaultdict[Var, list[Equation]](list), set[Var]()
-    for number, eqn in enumerate(frame.jaxpr.eqns):
-        events = [classes.events[n] for n in frame.noted.get(number, ())]
-        spread = {e.source for e in events if e.kind == "spread" and e.classes & divided}
+    for number, eqn in enumerate(program.jaxpr.eqns):
+        events = classes.events_at(program, number)
+        spread = {e.source for e in events if e.kind == "spread" and e.classes & sharded}
         for atom in eqn.invars:
             if isinstance(atom, Literal):
                 continue
-            if eqn.primitive.name == "dot_general" and frame.values[atom].source in spread:
+            if eqn.primitive.name == "dot_general" and program.values[atom].source in spread:
                 products[atom].append(eqn)
             else:
                 others.add(atom)
-    others.update(atom for atom in frame.jaxpr.outvars if not isinstance(atom, Literal))
+    others.update(atom for atom in program.jaxpr.outvars if not isinstance(atom, Literal))
     for variable, eqns in products.items():
         if len(eqns) > 1 and variable in others:
             yield variable, eqns

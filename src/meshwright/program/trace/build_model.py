@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.trace.model_leaves import ModelLeaves, split_model
-from meshwright.program.trace.tracer_sharding import brief_about_sharding
+from meshwright.program.trace.replaced_jax import brief_about_sharding
 from meshwright.trees import is_key
 
 ModelSource = Callable[[nnx.Rngs], Any]
@@ -43,36 +43,40 @@ def describe_model(source: ModelSource, trainable: Any = nnx.Param) -> ModelLeav
         trainable: an NNX filter that says which variables are trained.
     """
     found: list[ModelLeaves] = []
-
-    def describe(data: Any) -> None:
-        with jax.ensure_compile_time_eval(), _traced_seeds(data):
-            found.append(split_model(_build(source, jax.random.wrap_key_data(data)), trainable))
-
-    data = _key_data(0)
-    try:
-        jax.eval_shape(describe, data)
-    except NEEDS_VALUES:
-        return split_model(_build(source, jax.random.wrap_key_data(data)), trainable)
-    return found[0]
+    _trace_shapes(source, lambda model: found.append(split_model(model, trainable)))
+    return found[0] if found else split_model(_build(source, _key(0)), trainable)
 
 
 def abstract_model(source: ModelSource) -> Any:
     """Return a model whose arrays have shapes and no values, with its Python parts as they are."""
     graphs: list[Any] = []
 
-    def build(data: Any) -> Any:
-        with jax.ensure_compile_time_eval(), _traced_seeds(data):
-            graph, state = nnx.split(_build(source, jax.random.wrap_key_data(data)))
+    def split(model: Any) -> Any:
+        graph, state = nnx.split(model)
         graphs.append(graph)
         return state
 
-    data = _key_data(0)
-    try:
-        state = jax.eval_shape(build, data)
-    except NEEDS_VALUES:
-        return _build(source, jax.random.wrap_key_data(data))
+    state = _trace_shapes(source, split)
+    if not graphs:
+        return _build(source, _key(0))
     arrays = [(path, _stand_in(value)) for path, value in nnx.to_flat_state(state)]
     return nnx.merge(graphs[0], nnx.from_flat_state(arrays))
+
+
+def _trace_shapes(source: ModelSource, read: Callable[[Any], Any]) -> Any:
+    """Return the shapes of what is read from a model without computing its random weights.
+
+    Nothing is read from a model that can only be built outside of a program.
+    """
+
+    def build(words: Any) -> Any:
+        with jax.ensure_compile_time_eval(), _traced_seeds(words):
+            return read(_build(source, jax.random.wrap_key_data(words)))
+
+    try:
+        return jax.eval_shape(build, _key_words(0))
+    except NEEDS_VALUES:
+        return None
 
 
 def _stand_in(value: Any) -> Any:
@@ -94,7 +98,7 @@ def trace_values(
         leaves: its structure.
         seed: the seed of its random streams.
     """
-    words = _key_data(seed)
+    words = _key_words(seed)
     # Constants are part of the program only if they have to be: the compiler would store them.
     for context in (nullcontext, jax.ensure_compile_time_eval):
 
@@ -142,7 +146,7 @@ def initial_values(
 
 def build_values(source: ModelSource, leaves: ModelLeaves, seed: int) -> list[Any]:
     """Build a model outside of any program, and return its leaf values."""
-    return leaves.values(_build(source, jax.random.wrap_key_data(_key_data(seed))))
+    return leaves.values(_build(source, _key(seed)))
 
 
 def _build(source: ModelSource, key: Any) -> Any:
@@ -162,8 +166,12 @@ def _declare_arrays(model: Any) -> None:
                     setattr(node, name, nnx.data(value))
 
 
-def _key_data(seed: int) -> Any:
+def _key_words(seed: int) -> Any:
     return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+def _key(seed: int) -> Any:
+    return jax.random.wrap_key_data(_key_words(seed))
 
 
 @contextmanager

@@ -10,20 +10,20 @@ import jax.numpy as jnp
 
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Jaxpr
-from meshwright.program.jaxpr.passed_on import origin
+from meshwright.program.jaxpr.walks import origin
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
 from meshwright.program.trace.python_state import (
-    Change,
+    AttributeChange,
     PythonState,
     apply_changes,
     describe_changes,
     refuse_effect,
     refuse_kept_arrays,
 )
+from meshwright.program.trace.replaced_jax import brief_about_sharding
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.scopes import module_scopes
-from meshwright.program.trace.tracer_sharding import brief_about_sharding
 from meshwright.runtime.user_code import doing, explaining_axis_names
 
 
@@ -55,7 +55,7 @@ class ModelProgram:
         self._weights = {i for i, leaf in enumerate(model_leaves.leaves) if leaf.is_weight}
         self._changed: set[int] = set()
         self._same: set[int] = set()
-        self._python_changes: list[Change] = []
+        self._python_changes: list[AttributeChange] = []
         self.remarks: list[str] = []
         self.paths_by_class: dict[str, Sequence[str]] = {}
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from meshwright.program.evaluate.control_flow import enter_remat
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_remat
 from meshwright.program.jaxpr.equations import (
     REMATS,
     ClosedJaxpr,
@@ -17,15 +16,14 @@ from meshwright.program.jaxpr.equations import (
     Jaxpr,
     Literal,
     Value,
-    Var,
     bind,
     called_jaxpr,
     name_stack,
     structs_of,
 )
 from meshwright.program.jaxpr.names import MODULE_MARK, module_of, modules_of, rename_module
-from meshwright.program.trace.copies import PathsByClass, find_originals, rename_copies
 from meshwright.program.trace.requested_layouts import record_constraint
+from meshwright.program.trace.scopes import PathsByClass, find_originals, rename_copies
 
 
 def normalize(
@@ -75,12 +73,7 @@ class _Normalizer(Evaluator):
             scopes = rename_module(scopes, old, new)
         return scopes
 
-    def run(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence[Value],
-        prepared: Mapping[Var, Value] | None = None,
-    ) -> list[Value]:
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluate a program; the leaves it reads show which modules the copies in it are."""
         jaxpr = closed.jaxpr
         # Inside a checkpoint or a loop, arguments are other objects than those it is called with.
@@ -93,7 +86,7 @@ class _Normalizer(Evaluator):
             self._originals[-1] | find_originals(jaxpr, leaves, self._paths_by_class)
         )
         try:
-            return super().run(closed, args, prepared)
+            return super().run(closed, args)
         finally:
             self._originals.pop()
 

@@ -23,7 +23,7 @@ _FIX = "keep it in a variable made in the constructor: self.{name} = nnx.Variabl
 
 
 @dataclass(frozen=True)
-class Change:
+class AttributeChange:
     """An attribute of a module that a call has changed: its path, name and new value."""
 
     path: tuple[Any, ...]
@@ -48,24 +48,24 @@ class PythonState:
             if isinstance(value, list | dict | set)
         }
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[AttributeChange]:
         """Return what has changed; lists, dicts and sets get their contents back."""
         after = dict(_attributes(self._model))
         changed = [
-            Change(path, name, after.get((path, name)))
+            AttributeChange(path, name, after.get((path, name)))
             for path, name in dict.fromkeys([*self._before, *after])
             if not _same(self._before, after, (path, name))
         ]
         for key, contents in self._contents.items():
             value = self._before[key]
             if not _equal(value, contents):
-                changed.append(Change(*key, copy.copy(value)))
+                changed.append(AttributeChange(*key, copy.copy(value)))
                 value.clear()
                 value.extend(contents) if isinstance(value, list) else value.update(contents)
         return changed
 
 
-def apply_changes(model: Any, changes: list[Change]) -> None:
+def apply_changes(model: Any, changes: list[AttributeChange]) -> None:
     """Set the attributes of a model as a call has left them."""
     if not changes:
         return
@@ -77,7 +77,7 @@ def apply_changes(model: Any, changes: list[Change]) -> None:
             setattr(modules[change.path], change.name, change.value)
 
 
-def refuse_kept_arrays(changes: list[Change]) -> None:
+def refuse_kept_arrays(changes: list[AttributeChange]) -> None:
     """Raise if an array of the call is kept on a module."""
     for change in changes:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(change.value)):
@@ -91,7 +91,7 @@ def refuse_kept_arrays(changes: list[Change]) -> None:
             )
 
 
-def refuse_effect(changes: list[Change]) -> None:
+def refuse_effect(changes: list[AttributeChange]) -> None:
     """Raise because the next call would compute something else."""
     change = changes[0]
     raise UserError(
@@ -102,7 +102,7 @@ def refuse_effect(changes: list[Change]) -> None:
     )
 
 
-def describe_changes(changes: list[Change]) -> list[str]:
+def describe_changes(changes: list[AttributeChange]) -> list[str]:
     """Return warnings about changes that every call makes."""
     return [
         f"the model changes `{change.text}` in its call; a step is compiled once, so this happens "

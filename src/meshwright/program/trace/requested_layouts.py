@@ -29,8 +29,8 @@ class RequestedLayout:
     """What a sharding constraint in the model's code asks for.
 
     Attributes:
-        dims: for each dim, the axes that divide it; None leaves it to the compiler.
-        other: what is asked for instead, if it is not a division over named axes.
+        dims: for each dim, the axes that shard it; None leaves it to the compiler.
+        other: what is asked for instead, if it is not sharding over named axes.
     """
 
     dims: tuple[tuple[str, ...] | None, ...]

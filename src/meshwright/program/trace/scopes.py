@@ -3,12 +3,17 @@
 An unmodified model has no hooks, so while a loss is traced the methods of the model's classes are
 wrapped: a call enters `jax.named_scope` with its path. Equations, and later the instructions of the
 compiled program, carry these names. Linen modules, inside Flax's bridge, have a hook for this.
+
+Transforms (`nnx.remat`, `nnx.jit`) and `nnx.merge` call copies of modules. Nothing links a copy to
+its original if the model has several modules of that class, so its scopes are provisional at first:
+``~?Block-3.up``. The leaves that its equations read show which module it is a copy of.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,15 +23,75 @@ import jax
 from flax import linen, nnx
 from jax.core import Tracer
 
-from meshwright.program.jaxpr.names import MODULE_MARK, path_text
-from meshwright.program.trace.copies import (
-    PathsByClass,
-    class_name,
-    is_provisional,
-    provisional_path,
-)
+from meshwright.program.jaxpr.equations import Jaxpr, Literal, Var, name_stack
+from meshwright.program.jaxpr.names import MODULE_MARK, modules_of, path_text
 from meshwright.program.trace.precision_policy import Policy
 from meshwright.runtime.user_code import in_module
+
+PathsByClass = Mapping[str, Sequence[str]]
+"""By name of a class, the paths of its modules in the order of the model."""
+
+_PROVISIONAL = re.compile(r"^(\?(.+)-\d+)(?:\.(.*))?$")
+_UNRESOLVED = re.compile(rf"/?{re.escape(MODULE_MARK)}\?[^/():;]*")
+
+
+def class_name(cls: type) -> str:
+    """Return a class's name without characters that scope names cannot hold."""
+    return path_text([cls.__name__])
+
+
+def provisional_path(cls: type, number: int) -> str:
+    """Return the provisional path of a copy of a module of this class."""
+    return f"?{class_name(cls)}-{number}"
+
+
+def is_provisional(path: str) -> bool:
+    """Whether a path is that of a copy, or of a module inside one."""
+    return path.startswith("?")
+
+
+def find_originals(
+    jaxpr: Jaxpr, leaves: Mapping[Var, str], paths_by_class: PathsByClass
+) -> dict[str, str]:
+    """Return, by provisional path, the path of the module that a copy was made of.
+
+    Args:
+        jaxpr: the program; the programs it calls are not searched.
+        leaves: by input of the program, the path of the leaf.
+        paths_by_class: the paths of the model's modules of each class.
+    """
+    candidates: dict[str, set[str]] = {}
+    leaves = dict(leaves)
+    for eqn in jaxpr.eqns:
+        read = [leaves[a] for a in eqn.invars if not isinstance(a, Literal) and a in leaves]
+        if read and eqn.primitive.name == "convert_element_type":
+            leaves[eqn.outvars[0]] = read[0]
+        modules = modules_of(name_stack(eqn)) if read else ()
+        for match in filter(None, map(_PROVISIONAL.match, modules)):
+            copy, cls, inner = match.groups()
+            candidates.setdefault(copy, set()).update(
+                path
+                for path in paths_by_class.get(cls, ())
+                if any(_contains(path, inner, leaf) for leaf in read)
+            )
+    # A leaf that several modules share has its path in the first of them, so the copy is of the
+    # last candidate.
+    order = {path: n for paths in paths_by_class.values() for n, path in enumerate(paths)}
+    return {copy: max(paths, key=order.__getitem__) for copy, paths in candidates.items() if paths}
+
+
+def _contains(path: str, inner: str | None, leaf: str) -> bool:
+    return leaf.startswith(".".join(filter(None, (path, inner))) + ".")
+
+
+def rename_copies(scopes: str, originals: Mapping[str, str]) -> str:
+    """Return a name stack in which copies have their modules' paths; unknown ones are removed."""
+    for copy, path in originals.items():
+        scopes = re.sub(
+            rf"{re.escape(MODULE_MARK + copy)}(?=[./():;]|$)", MODULE_MARK + path, scopes
+        )
+    return _UNRESOLVED.sub("", scopes).strip("/")
+
 
 ROOT = "model"
 """The scope of the outermost module, whose path is empty."""

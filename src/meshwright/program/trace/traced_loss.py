@@ -13,11 +13,11 @@ from jax import Array
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
-from meshwright.program.trace.device_reads import device_reads
 from meshwright.program.trace.layout import Layout, plain_layout
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves, Role
 from meshwright.program.trace.model_program import ModelProgram
 from meshwright.program.trace.normalize import normalize
+from meshwright.program.trace.replaced_jax import device_reads
 from meshwright.trees import Batch, check_num_samples
 from meshwright.weighted import Weighted
 
@@ -175,7 +175,7 @@ def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
 
 
 RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "eval_samples", "halted")
-"""Metrics that every training reports itself."""
+"""Metrics that every run reports itself."""
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:

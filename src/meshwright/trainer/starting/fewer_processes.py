@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.plan import Plan
 from meshwright.processes import process_count
-from meshwright.runtime.attempts import Fit, ProcessRange, fits_to_json
+from meshwright.runtime.attempts import Fit, ProcessRange
 from meshwright.runtime.heartbeat import own_heartbeat
 from meshwright.text.units import counted
 
@@ -36,7 +36,7 @@ def plan_for_remaining(
     each, now = num_devices // process_count(), process_count()
     full = make(all_devices(num_devices))
     plans, fits = _plans(full, allowed, each, keep_micro=keep_micro)
-    own_heartbeat().tell_meshes(fits_to_json(fits))
+    own_heartbeat().report(fits=fits)
     if now in plans:
         return plans[now]
     raise UserError(
@@ -152,7 +152,7 @@ def fewer_processes_note(plan: Plan) -> str:
         return ""
     batch = plan.batch
     return (
-        f"going on with {now} of {allowed.full} processes on {describe_sizes(plan.mesh)}; the "
+        f"continuing with {now} of {allowed.full} processes on {describe_sizes(plan.mesh)}; the "
         f"samples stay the same: {batch.global_batch_size} = {batch.micro_batch_size} per device × "
         f"{counted(batch.replicas, 'replica')} × "
         f"{counted(batch.gradient_accumulation_steps, 'microbatch', 'microbatches')}"

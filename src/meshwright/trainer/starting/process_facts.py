@@ -21,8 +21,7 @@ import numpy as np
 from jax.core import Tracer
 
 from meshwright.processes.handshake import Facts, describe_own_devices
-from meshwright.runtime.code_digests import own_code, users_code
-from meshwright.runtime.versions import package_versions
+from meshwright.runtime.versions import own_code, package_versions, users_code
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.trainer_settings import TrainerSettings

@@ -1,0 +1,125 @@
+"""What a run has left on disk: its losses and checkpoints, compared with what they must be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.checkpoint.check import check_checkpoints
+from meshwright.checkpoint.reader import FOLDER, CheckpointReader
+
+
+class NotSurvived(Exception):
+    """The outcome of a fault is not the expected one; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a drilled run.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / FOLDER
+
+    @property
+    def updates(self) -> list[int]:
+        """The updates that have a checkpoint."""
+        return CheckpointReader(self.checkpoints).updates()
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan of the run: its mesh, its precision and more."""
+        return yaml.safe_load((self.path / "plan.yaml").read_text(encoding="utf-8"))
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Return the loss of every update, in the order in which they were written."""
+        return [(row["update"], row["loss"]) for row in self._rows("metrics") if _trains(row)]
+
+    def update_seconds(self) -> float:
+        """Return the time of an update."""
+        seconds = [row["step_seconds"] for row in self._rows("metrics") if "step_seconds" in row]
+        return statistics.median(seconds) if seconds else 0.0
+
+    def save_seconds(self) -> float:
+        """Return the time of a save."""
+        saves = [row["seconds"] for row in self._rows("events") if row["kind"] == "checkpoint"]
+        return statistics.median(saves) if saves else 0.0
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        file = self.path / f"{name}.jsonl"
+        if not file.is_file():
+            return []
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def copy_until(self, update: int, folder: Path) -> None:
+        """Copy the run as it was after the checkpoint of an update."""
+        shutil.copytree(self.path, folder)
+        copy = RunFolder(folder)
+        for later in [each for each in copy.updates if each > update]:
+            shutil.rmtree(copy.checkpoints / str(later))
+        for name in ("metrics", "events"):
+            rows = [row for row in copy._rows(name) if row["update"] <= update]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        (folder / "result.json").unlink(missing_ok=True)
+
+    def check_checkpoints(self, committed: Collection[int] = ()) -> None:
+        """Raise if a checkpoint that is listed is not whole, or if a committed one is gone."""
+        if lost := sorted(set(committed) - set(self.updates)):
+            raise NotSurvived(f"the committed checkpoint of update {lost[0]} is gone")
+        for checked in check_checkpoints(self.checkpoints):
+            if checked.verdict == "damaged":
+                raise NotSurvived(f"checkpoint {checked.update} is listed, but {checked.problem}")
+
+    def check_swept(self) -> None:
+        """Raise if something partial has been left in the folder of checkpoints."""
+        for path in self.checkpoints.iterdir():
+            if path.is_dir() and not path.name.isdecimal() and not path.name.endswith(".damaged"):
+                raise NotSurvived(f"{path.name} is left in {FOLDER}/")
+
+    def check_same(self, other: RunFolder) -> None:
+        """Raise unless every loss and the final state equal those of another run, bit for bit."""
+        expected, found = dict(other.losses()), self.losses()
+        if missing := sorted(set(expected) - {update for update, _ in found}):
+            raise NotSurvived(f"update {missing[0]} was not done")
+        for update, loss in found:
+            if loss != expected.get(update):
+                raise NotSurvived(
+                    f"the loss of update {update} is {loss!r} instead of {expected.get(update)!r}"
+                )
+        own, its = (_final_checksums(each) for each in (self, other))
+        if different := sorted(name for name in its if own.get(name) != its[name]):
+            raise NotSurvived(f"the losses are equal, but {different[0]} is not at the end")
+
+    def difference(self, other: RunFolder) -> float:
+        """Return the largest relative difference of losses; raise if updates are missing."""
+        expected, found = dict(other.losses()), dict(self.losses())
+        if missing := sorted(set(expected) - set(found)):
+            raise NotSurvived(f"update {missing[0]} was not done")
+        return max(
+            abs(found[update] - loss) / max(abs(loss), 1e-30) for update, loss in expected.items()
+        )
+
+
+def _trains(row: dict[str, Any]) -> bool:
+    return row["split"] == "train"
+
+
+def _final_checksums(run: RunFolder) -> dict[str, Any]:
+    """Return the checksum of every array of the last checkpoint."""
+    checksums = CheckpointReader(run.checkpoints).checksums(run.updates[-1])
+    return {} if checksums is None else dict(checksums.arrays)

@@ -1,0 +1,209 @@
+"""Running blocks under a checkpoint policy, with weights gathered one block ahead of their use.
+
+The backward pass must not gather the weights of all blocks at once, or all of them would be in
+memory together. Nor should it gather a block's weights only when the gradient reaches the block, or
+devices would wait for them. So the gather starts when the gradient reaches the block *after* it.
+In the program this order is a data dependency: a block passes its sharded weights to the next one,
+whose backward pass returns them tied to its incoming gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import Partial
+
+from meshwright.program.blocks.block_lists import BlockSegment, Segment
+from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.weight_uses import Weights
+from meshwright.program.jaxpr.equations import Value, Var
+from meshwright.program.on_mesh.remat import Remat
+
+Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""Evaluates a block: from sharded weights and other values to its results."""
+
+
+@dataclass(frozen=True)
+class BlockRunner(ABC):
+    """Evaluates the segments of a program in order, each block under the checkpoint policy.
+
+    Attributes:
+        remat: what a block saves for its backward pass.
+        prevent_cse: whether barriers keep recomputed blocks apart, as in `jax.checkpoint`.
+    """
+
+    remat: Remat
+    prevent_cse: bool = True
+
+    @abstractmethod
+    def arguments(self, block: BlockSegment, env: Environment) -> dict[Var, Value]:
+        """Return what a block is called with, by variable."""
+
+    @abstractmethod
+    def gathered(self, block: BlockSegment, weights: Weights) -> Collection[Var]:
+        """Return the arguments that are sharded weights which the block gathers one block ahead."""
+
+    @abstractmethod
+    def inside(self, arguments: Mapping[Var, Value], evaluator: Evaluator) -> Environment:
+        """Return the environment that a block with these arguments is evaluated in."""
+
+    def run(self, segments: Sequence[Segment], env: Environment) -> None:
+        """Evaluate segments, adding their results to the environment."""
+        last = next((s for s in reversed(segments) if isinstance(s, BlockSegment)), None)
+        passed_on: list[Value] = []
+        for segment in segments:
+            if not isinstance(segment, BlockSegment):
+                env.evaluator.equations(segment.eqns, env)
+                continue
+            arguments = self.arguments(segment, env)
+            gathered = self.gathered(segment, env.evaluator.weights)
+            weights = {v: x for v, x in arguments.items() if v in gathered}
+            others = {v: x for v, x in arguments.items() if v not in gathered}
+            run = partial(self._evaluate, segment, [*weights, *others], env.evaluator)
+            values = list(weights.values()), list(others.values())
+            if self.remat.policy is None:
+                results = run(*values)
+            elif gathered:
+                results, passed_on = run_ahead(run, self.remat.policy, *values, passed_on)
+                results = after_last(results, passed_on) if segment is last else results
+            else:
+                kept_apart = self.prevent_cse
+                saving = jax.checkpoint(run, policy=self.remat.policy, prevent_cse=kept_apart)
+                results = saving(*values)
+            env.values.update(zip(segment.results, results, strict=True))
+
+    def _evaluate(
+        self,
+        block: BlockSegment,
+        names: Sequence[Var],
+        evaluator: Evaluator,
+        weights: Sequence[Value],
+        others: Sequence[Value],
+    ) -> list[Value]:
+        inner = self.inside(dict(zip(names, [*weights, *others], strict=True)), evaluator)
+        evaluator.equations(block.eqns, inner)
+        return [inner.values[v] for v in block.results]
+
+
+@dataclass(frozen=True)
+class _Pullback:
+    """How a pullback is rebuilt from its leaves.
+
+    Attributes:
+        tree: its structure.
+        weights: for each leaf the number of the weight that it is, or None.
+    """
+
+    tree: Any
+    weights: tuple[int | None, ...]
+
+    def __call__(self, weights: Sequence[Any], rest: Sequence[Any], cotangents: Any) -> Any:
+        following = iter(rest)
+        leaves = [next(following) if n is None else weights[n] for n in self.weights]
+        return jax.tree.unflatten(self.tree, leaves)(cotangents)
+
+
+def run_ahead(
+    run: Run,
+    policy: Callable[..., Any],
+    weights: Sequence[Value],
+    others: Sequence[Value],
+    before: Sequence[Value],
+) -> tuple[list[Value], list[Value]]:
+    """Return the results of a block that gathers its weights, and these for the block after it.
+
+    Args:
+        run: evaluates the block.
+        policy: what is saved for its backward pass, besides the sharded weights.
+        weights: its sharded weights.
+        others: what else it reads.
+        before: the weights passed on by the block before it.
+    """
+    moving = [n for n, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    saving = jax.checkpoint(run, policy=_but_casts_of(weights, policy), prevent_cse=False)
+
+    @jax.custom_vjp
+    def block(weights: Any, others: Any, before: Any) -> Any:
+        del before
+        return run(weights, others), weights
+
+    def forward(weights: Any, others: Any, before: Any) -> Any:
+        weights, others, before = jax.tree.map(
+            lambda x: x.value, (weights, others, before), is_leaf=lambda x: hasattr(x, "perturbed")
+        )
+
+        def of_moving(weights: Any, chosen: Any) -> Any:
+            given = dict(zip(moving, chosen, strict=True))
+            return saving(weights, [given.get(n, x) for n, x in enumerate(others)])
+
+        results, pullback = jax.vjp(of_moving, weights, [others[n] for n in moving])
+        leaves, tree = jax.tree.flatten(pullback)
+        numbers = tuple(next((n for n, w in enumerate(weights) if w is x), None) for x in leaves)
+        rest = [x for x, n in zip(leaves, numbers, strict=True) if n is None]
+        return (results, weights), (Partial(_Pullback(tree, numbers)), weights, rest, before)
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        pullback, weights, rest, before = saved
+        of_results, returned = cotangents
+        of_results = [_instantiated(c) for c in of_results]
+        # Nothing is recomputed before the gradient arrives, nor are the weights of the block before
+        # this one gathered.
+        of_results, rest, before = lax.optimization_barrier((of_results, rest, before))
+        if any(isinstance(c, SymbolicZero) for c in returned):
+            # The block after this one has no gradient.
+            of_results, returned = lax.optimization_barrier((of_results, weights))
+        of_weights, of_moving = pullback(returned, rest, of_results)
+        given = dict(zip(moving, of_moving, strict=True))
+        return of_weights, [given.get(n) for n in range(len(others))], before
+
+    block.defvjp(forward, backward, symbolic_zeros=True)
+    return block(list(weights), list(others), list(before))
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    zero: Any = cotangent
+    return jnp.zeros(zero.shape, zero.dtype)
+
+
+def _but_casts_of(weights: Sequence[Value], policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a policy that does not save weights that are cast, only weights as they are.
+
+    What is saved besides weights waits for the block's own gradient.
+    """
+    kinds = {(x.shape, x.dtype) for x in weights}
+
+    def saves(primitive: Any, *inputs: Any, **params: Any) -> Any:
+        is_cast = primitive.name == "convert_element_type"
+        if is_cast and (inputs[0].shape, inputs[0].dtype) in kinds:
+            return False
+        return policy(primitive, *inputs, **params)
+
+    return saves
+
+
+def after_last(results: list[Value], passed_on: Sequence[Value]) -> list[Value]:
+    """Return the results of the last block; the backward pass gathers its weights from here on."""
+
+    @jax.custom_vjp
+    def end(results: Any, passed_on: Any) -> Any:
+        del passed_on
+        return results
+
+    def forward(results: Any, passed_on: Any) -> Any:
+        return lax.optimization_barrier((results, passed_on))
+
+    def backward(passed_on: Any, cotangents: Any) -> Any:
+        return cotangents, passed_on
+
+    end.defvjp(forward, backward)
+    return end(results, list(passed_on))

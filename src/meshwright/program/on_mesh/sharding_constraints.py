@@ -1,0 +1,209 @@
+"""Sharding constraints: layouts of activations between modules, and those that a model asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshwright.mesh.axes import AXES, BATCH_AXES, PIPE, resolve_alias
+from meshwright.program.dims import DimClasses, DimFactor, ProgramDims, all_programs
+from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of, name_stack
+from meshwright.program.jaxpr.names import module_of
+from meshwright.program.trace.requested_layouts import RequestedLayout, requested_layout
+
+TensorDim = Callable[[Sequence[tuple[DimFactor, ...]]], int | None]
+"""Returns which dim of an activation is sharded over the tensor axis, if any."""
+
+
+def find_constraints(
+    classes: DimClasses, *, batch_axes: Mapping[str, int], tensor_dim: TensorDim
+) -> dict[Var, PartitionSpec]:
+    """Return a spec for every activation that leaves its module and carries the batch.
+
+    Args:
+        classes: the dims of the program's variables.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+        tensor_dim: which dim of an activation is sharded over the tensor axis.
+
+    Without them, the partitioner may gather activations instead of weights, and on large meshes it
+    does.
+    """
+    constraints: dict[Var, PartitionSpec] = {}
+    for program in all_programs(classes.root):
+        for variable in _crossing(program):
+            spec = activation_spec(program, variable, classes.batch, batch_axes, tensor_dim)
+            if spec is not None:
+                constraints[variable] = spec
+    return constraints
+
+
+def find_weights(classes: DimClasses) -> frozenset[Var]:
+    """Return the variables that hold weights, cast or rearranged, and no data."""
+    return frozenset(
+        variable
+        for program in all_programs(classes.root)
+        for variable, value in program.values.items()
+        if value.params and not value.has_data
+    )
+
+
+def _crossing(program: ProgramDims) -> Iterator[Var]:
+    """Yield the variables that another module reads, or that the jaxpr returns."""
+    producers: dict[Var, str] = {}
+    crossing: dict[Var, None] = {}
+    for eqn in program.jaxpr.eqns:
+        module = module_of(name_stack(eqn))
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and producers.get(atom, module) != module:
+                crossing[atom] = None
+        producers.update((variable, module) for variable in _float_results(eqn))
+    for atom in program.jaxpr.outvars:
+        if not isinstance(atom, Literal) and atom in producers:
+            crossing[atom] = None
+    yield from crossing
+
+
+def _float_results(eqn: Equation) -> list[Var]:
+    return [v for v in eqn.outvars if jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
+
+
+def activation_spec(
+    program: ProgramDims,
+    variable: Var,
+    batch: frozenset[int],
+    batch_axes: Mapping[str, int],
+    tensor_dim: TensorDim,
+) -> PartitionSpec | None:
+    """Return the layout of an activation; None if it has no dim of samples that can be sharded.
+
+    Args:
+        program: the call in which it is a variable.
+        variable: the activation.
+        batch: the classes of samples.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+        tensor_dim: which dim is sharded over the tensor axis.
+    """
+    dims = program.dims(variable)
+    replicas = math.prod(batch_axes.values())
+    entries: list[str | tuple[str, ...] | None] = [None] * len(dims)
+    for number, factors in enumerate(dims):
+        if factors and factors[0].id in batch and factors[0].size % replicas == 0:
+            entries[number] = tuple(batch_axes)
+            break
+    else:
+        return None
+    sharded = tensor_dim(dims)
+    if sharded is not None and entries[sharded] is None:
+        entries[sharded] = "tensor"
+    return PartitionSpec(*entries)
+
+
+@dataclass(frozen=True)
+class ModelLayouts:
+    """What became of the sharding constraints in a model's code.
+
+    Attributes:
+        constraints: the layouts of the constrained values, by variable.
+        ignored: a sentence for each kind of constraint that is not followed.
+    """
+
+    constraints: Mapping[Var, PartitionSpec]
+    ignored: tuple[str, ...]
+
+
+def find_model_layouts(
+    classes: DimClasses, *, sizes: Mapping[str, int], batch_axes: Sequence[str]
+) -> ModelLayouts:
+    """Return the layouts that constraints in the model ask for, under the names of this mesh.
+
+    Args:
+        classes: the dims of the program's variables.
+        sizes: axis sizes of the mesh.
+        batch_axes: the mesh axes that samples are sharded over.
+    """
+    constraints: dict[Var, PartitionSpec] = {}
+    ignored: dict[tuple[str, str], dict[str, None]] = {}
+    if all(size == 1 for size in sizes.values()):
+        return ModelLayouts({}, ())
+    for program, eqn in classes.equations():
+        request = requested_layout(eqn)
+        if request is None:
+            continue
+        (result,) = eqn.outvars
+        problem = _problem(request, aval_of(result).shape)
+        if not problem:
+            leading = [dim[0].id if dim else None for dim in program.dims(result)]
+            dims = _axes(request, [first in classes.batch for first in leading], batch_axes)
+            problem = _uneven(dims, aval_of(result).shape, sizes)
+            constraints |= {} if problem else {result: _spec(dims, sizes)}
+        if problem:
+            where = module_of(name_stack(eqn)) or "the loss"
+            ignored.setdefault((str(request), problem), {})[where] = None
+    return ModelLayouts(
+        constraints, tuple(_sentence(*key, list(at)) for key, at in ignored.items())
+    )
+
+
+def _problem(request: RequestedLayout, shape: Sequence[int]) -> str:
+    if request.other:
+        return "only sharding over mesh axes can be followed"
+    if len(request.dims) != len(shape):
+        return "it is inside a vmap, which adds a dim"
+    names = [name for dim in request.dims for name in dim or ()]
+    unknown = [name for name in names if resolve_alias(name) not in AXES]
+    if unknown:
+        return f"there is no mesh axis `{unknown[0]}` (the axes are {', '.join(sorted(AXES))})"
+    if any(resolve_alias(name) == PIPE for name in names):
+        return f"`{PIPE}` divides the blocks of a model, not its activations"
+    return ""
+
+
+def _axes(
+    request: RequestedLayout, is_batch: Sequence[bool], batch_axes: Sequence[str]
+) -> list[list[str] | None]:
+    """Return the mesh axes of each dim.
+
+    Samples are sharded over all batch axes where the model names one of them: a model written for
+    `data` alone means its samples, which `fsdp` shards as well.
+    """
+    dims = [None if dim is None else [resolve_alias(n) for n in dim] for dim in request.dims]
+    for number, dim in enumerate(dims):
+        if not dim or not is_batch[number] or not set(dim) & set(BATCH_AXES):
+            continue
+        elsewhere = {axis for n, other in enumerate(dims) if n != number for axis in other or ()}
+        own = [axis for axis in batch_axes if axis in dim or axis not in elsewhere]
+        dims[number] = [*own, *(axis for axis in dim if axis not in {*own, *BATCH_AXES})]
+    return dims
+
+
+def _uneven(
+    dims: Sequence[Sequence[str] | None], shape: Sequence[int], sizes: Mapping[str, int]
+) -> str:
+    for number, (axes, size) in enumerate(zip(dims, shape, strict=True)):
+        present = [axis for axis in axes or () if sizes.get(axis, 1) > 1]
+        if size % math.prod(sizes[axis] for axis in present):
+            parts = " × ".join(f"{axis}={sizes[axis]}" for axis in present)
+            return f"dim {number} has size {size}, which is not divisible by {parts}"
+    return ""
+
+
+def _spec(dims: Sequence[Sequence[str] | None], sizes: Mapping[str, int]) -> PartitionSpec:
+    entries: list[Any] = []
+    for axes in dims:
+        present = tuple(axis for axis in axes or () if sizes.get(axis, 1) > 1)
+        whole_or_one = present[0] if present else None
+        entries.append(present if len(present) > 1 else whole_or_one)
+        if axes is None:
+            entries[-1] = PartitionSpec.UNCONSTRAINED
+    return PartitionSpec(*entries)
+
+
+def _sentence(request: str, problem: str, modules: Sequence[str]) -> str:
+    others = len(modules) - 1
+    more = f" (and {others} more module{'s' if others > 1 else ''})" if others else ""
+    return f"a sharding constraint in `{modules[0]}`{more} is ignored: {request}: {problem}"
