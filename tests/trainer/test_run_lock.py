@@ -14,7 +14,7 @@ from quick import quick_module
 
 import meshwright as mw
 from meshwright.errors import UserError
-from meshwright.trainer.run_folder import RunLock, refuse_locked
+from meshwright.trainer.run_dir import RunLock, refuse_locked
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_module")
 HOLDER = """
 import sys
 from pathlib import Path
-from meshwright.trainer.run_folder import RunLock
+from meshwright.trainer.run_dir import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("locked", flush=True)
 sys.stdin.read()

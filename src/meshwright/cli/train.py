@@ -27,7 +27,7 @@ from meshwright.runtime.attempts import EarlierAttempts, ProcessRange
 from meshwright.step.assemble import Assembled
 from meshwright.trainer import FitResult, Trainer
 from meshwright.trainer.fit_settings import FitSettings
-from meshwright.trainer.run_folder import claimed_folder
+from meshwright.trainer.run_dir import claimed_folder
 from meshwright.trainer.starting.given_data import first_batch, planned_batch_size
 from meshwright.trainer.starting.resume import find_resume_point
 from meshwright.trainer.starting.run_warnings import schedule_warnings

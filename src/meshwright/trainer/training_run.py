@@ -42,7 +42,7 @@ from meshwright.trainer.programs import (
     compile_step,
     refuse_deviations,
 )
-from meshwright.trainer.run_folder import RunLock, check_disk_space, make_run_folder, write_files
+from meshwright.trainer.run_dir import RunLock, check_disk_space, make_run_folder, write_files
 from meshwright.trainer.run_log import (
     RunLog,
     attempts_so_far,

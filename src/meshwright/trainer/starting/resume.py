@@ -27,7 +27,7 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.text.masking import mask_tree
 from meshwright.tracking.run_files import read_metrics
-from meshwright.trainer.run_folder import refuse_locked
+from meshwright.trainer.run_dir import refuse_locked
 
 FIXED = ("model", "task", "data", "optimizer", "precision", "run.seed", "training.mixed_precision")
 """Sections of a config that affect results on any mesh; a resumed run must keep them."""

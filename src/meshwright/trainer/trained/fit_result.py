@@ -26,7 +26,7 @@ from meshwright.step.state import TrainState
 from meshwright.text.units import counted
 from meshwright.trainer.evaluating.evaluation import Evaluator, predict, prediction_inputs
 from meshwright.trainer.programs import Programs
-from meshwright.trainer.run_folder import write_files
+from meshwright.trainer.run_dir import write_files
 from meshwright.trainer.run_progress import Stop, StopReason
 from meshwright.weights.kept import HF_FOLDER
 
