@@ -121,6 +121,7 @@ def _origins(request: Request) -> str:
 
 def _print_result(request: Request, plan: Plan, result: FitResult) -> None:
     losses, sample = list(result.losses.values()), result.extra.get("sample")
+    grade = result.extra.get("grade")
     report: dict[str, Any] = {
         "run_dir": str(result.run_dir),
         "mesh": plan.mesh,
@@ -132,18 +133,25 @@ def _print_result(request: Request, plan: Plan, result: FitResult) -> None:
         "seconds": round(result.seconds, 2),
         "stopped": result.stopped,
         "sample": sample,
+        "grade": grade,
     }
     if request.output.as_json:
         request.output.result(report)
         return
     # Plain text, because a wrapped path cannot be copied.
-    request.output.text("\n".join(_lines(result, sample)))
+    request.output.text("\n".join(_lines(result, sample, grade)))
 
 
-def _lines(result: FitResult, sample: str | None) -> list[str]:
+def _lines(result: FitResult, sample: str | None, grade: str | None) -> list[str]:
     lines = str(result).splitlines()
     if sample:
-        lines += ["", "sample of generated text:", *sample.splitlines(), ""]
+        lines += [
+            "",
+            "sample of generated text:",
+            *sample.splitlines(),
+            *([grade] if grade else []),
+            "",
+        ]
     if result.interrupted:
         lines.append(
             f"to resume: the same command with {shlex.quote(f'hydra.run.dir={result.run_dir}')}"

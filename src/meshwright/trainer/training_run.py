@@ -251,7 +251,9 @@ class TrainingRun:
         progress, hf_files = self._progress, self._start.hf_files
         extra: dict[str, Any] = {}
         if self._asked.recipe is not None and not progress.stop.interrupted:
-            extra["sample"] = generate_sample(self._asked, self._assembled, state, self._ends)
+            sample = generate_sample(self._asked, self._assembled, state, self._ends)
+            text, grade = (None, None) if sample is None else sample
+            extra = {"sample": text, "grade": grade}
         return FitResult(
             losses=progress.losses,
             eval=progress.eval,

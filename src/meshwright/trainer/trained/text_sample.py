@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.data.sentences import grade
 from meshwright.data.tokenizer import Tokens
 from meshwright.models.generate import generate
 from meshwright.runtime.activity import activity
@@ -19,12 +20,26 @@ from meshwright.trainer.fit_settings import FitSettings
 PROMPT_TOKENS = 16
 TEMPERATURE = 0.8
 """Below 1, because a model is too random after a short run."""
+GRADED_ROWS = 8
+"""Texts of the built-in sentences are graded; one alone would say little."""
+
+
+class TextSample(NamedTuple):
+    """What a model wrote.
+
+    Attributes:
+        text: the beginning of a held-out text, and how the model continues it.
+        grade: how good it is, in words; None if that cannot be said.
+    """
+
+    text: str
+    grade: str | None
 
 
 @activity("generating a sample of text")
 def generate_sample(
     asked: FitSettings, assembled: Assembled, state: TrainState, ends: Sequence[int] = ()
-) -> str | None:
+) -> TextSample | None:
     """Continue the beginning of a held-out text; None if the model does not generate text.
 
     Args:
@@ -39,9 +54,11 @@ def generate_sample(
     if not asked.sample_tokens or tokenizer is None or not isinstance(task, LanguageModeling):
         return None
     assert source is not None
-    batch = source.batch(0, 1)
-    row = np.asarray(batch["tokens"] if "tokens" in batch else batch["inputs"])[0]
-    prompt = row[None, : min(PROMPT_TOKENS, task.context_length - 1)]
+    assert asked.recipe is not None
+    graded = asked.recipe.config_data.is_built_in_text
+    batch = source.batch(0, GRADED_ROWS if graded else 1)
+    rows = np.asarray(batch["tokens"] if "tokens" in batch else batch["inputs"])
+    prompt = rows[:, : min(PROMPT_TOKENS, task.context_length - 1)]
     tokens = generate(
         assembled.model(state),
         prompt,
@@ -50,10 +67,12 @@ def generate_sample(
         temperature=TEMPERATURE,
         sharding=NamedSharding(assembled.mesh, PartitionSpec()),
     )
-    # The model's vocabulary may be larger than the tokenizer's.
-    text = until_end(tokens[0], prompt.shape[1], ends)
-    known = text[text < tokenizer.vocab_size]
-    return _printable(str(tokenizer.decode(known)))
+    texts: list[str] = []
+    for row in tokens:
+        text = until_end(row, prompt.shape[1], ends)
+        # The model's vocabulary may be larger than the tokenizer's.
+        texts.append(_printable(str(tokenizer.decode(text[text < tokenizer.vocab_size]))))
+    return TextSample(texts[0], grade(texts) if graded else None)
 
 
 def until_end(tokens: Tokens, start: int, ends: Sequence[int]) -> Tokens:
