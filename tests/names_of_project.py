@@ -20,6 +20,7 @@ from meshwright.mesh.axes import ALIASES
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "meshwright"
 
+CONSTRUCTORS = ("__init__", "__post_init__")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -125,7 +126,8 @@ def _read_class(node: ast.ClassDef, found: Class) -> None:
         elif isinstance(inner, ast.AnnAssign | ast.Assign):
             targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
             found.members |= {target.id for target in targets if isinstance(target, ast.Name)}
-    for inner in ast.walk(node):
+    constructors = [inner for inner in node.body if getattr(inner, "name", "") in CONSTRUCTORS]
+    for inner in (each for constructor in constructors for each in ast.walk(constructor)):
         if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
             found.members.add(inner.attr)
 

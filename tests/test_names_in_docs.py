@@ -52,7 +52,8 @@ EXAMPLES = {"task.smoothing"}
 
 
 def spans(page: Path) -> Iterator[str]:
-    for span in re.findall(r"`([^`]+)`", FENCE.sub("", page.read_text())):
+    text = re.sub(r"<!--.*?-->", "", FENCE.sub("", page.read_text()), flags=re.S)
+    for span in re.findall(r"`([^`]+)`", text):
         yield " ".join(span.split())
 
 
