@@ -17,20 +17,20 @@ def test_every_sentence_follows_the_grammar_and_they_are_always_the_same():
     drawn = sentences(500)
     assert all(map(is_sentence, drawn))
     assert drawn == sentences(500)
-    assert len(set(drawn)) > 400
+    assert len(set(drawn)) > 200
 
 
 @pytest.mark.parametrize(
     "text",
-    ["two dog sleep.", "a dogs sleeps.", "the dog sleep.", "the dogs sleeps.", "the dog sleeps",
-     "the dog follow a cat.", "the dog follows cat.", "dog the sleeps.", "tha dog sleeps.", ""],
+    ["two dog wait.", "a dogs waits.", "the dog wait.", "the dogs waits.", "the dog waits",
+     "the dog help a cat.", "the dog helps cat.", "dog the waits.", "tha dog waits.", ""],
 )  # fmt: skip
 def test_what_is_wrong_is_not_a_sentence(text):
     assert not is_sentence(text)
 
 
 def test_texts_are_graded_by_their_complete_sentences():
-    texts = ["eeps.\nthe dog sleeps.\ntwo dog sleep.\nthe ca", "ng.\na cat sings again.\n"]
+    texts = ["its.\nthe dog waits.\ntwo dog wait.\nthe ca", "ng.\na cat sings.\n"]
     assert grade(texts) == "2 of 3 sentences that the model wrote follow the grammar"
 
 
