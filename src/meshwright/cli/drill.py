@@ -19,7 +19,7 @@ from meshwright.drill.run_drill import FAULTS, DrillReport, FaultResult, run_dri
 from meshwright.drill.trial import Fault
 from meshwright.errors import ExitCode, UserError, did_you_mean
 from meshwright.launch.environments import count_gpus
-from meshwright.launch.options import MAX_PROCESSES
+from meshwright.launch.flags import MAX_PROCESSES
 from meshwright.runtime.activity import activity
 from meshwright.text.columns import Columns
 from meshwright.text.units import counted, human_seconds

@@ -22,7 +22,7 @@ def launch(words: Sequence[str]) -> int:
     if options.cluster is not None:
         from meshwright.cli.submit import submit
 
-        return submit(options, options.cluster)
+        return submit(options)
     run = find_run(options, os.environ)
     if (options.nodes or 1) == 1:
         refuse_outer_launcher(options.nprocs, os.environ, is_shared=run.is_shared)

@@ -55,10 +55,10 @@ def environments(
     # Processes of another run that come to this port by mistake are turned away.
     if name := run_name(environ) if run.is_shared else secrets.token_hex(8):
         base["MESHWRIGHT_LAUNCH_ID"] = name
-    if launch.join_seconds is not None:
-        base[JOIN_TIMEOUT] = f"{launch.join_seconds:g}"
-    if launch.lost_seconds is not None:
-        base[LOST_TIMEOUT] = f"{launch.lost_seconds:g}"
+    if launch.join_timeout is not None:
+        base[JOIN_TIMEOUT] = f"{launch.join_timeout:g}"
+    if launch.lost_timeout is not None:
+        base[LOST_TIMEOUT] = f"{launch.lost_timeout:g}"
     elif (launch.nodes or 1) > 1:
         base.setdefault(LOST_TIMEOUT, f"{LOST_SECONDS:g}")
     # Otherwise JAX handles SIGTERM itself once connected, and the process does not stop.

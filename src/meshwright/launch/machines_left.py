@@ -115,7 +115,7 @@ class MachinesLeft:
     def _call_roll(self) -> list[int]:
         run, wanted = self.first, self._wanted
         address = Address.parse(f"{run.address}:{run.port}")
-        given = self.options.join_seconds
+        given = self.options.join_timeout
         meeting = Meeting(
             address,
             join_timeout(address) if given is None else given,

@@ -92,8 +92,8 @@ class Attempts:
             self.options.command,
             stderr=self.stderr,
             requests=self._requests,
-            grace_seconds=self.options.grace_seconds,
-            hang_seconds=self.options.hang_seconds,
+            grace_seconds=self.options.grace,
+            hang_seconds=self.options.hang_timeout,
             remedy=self._remedy(),
         )
         outcome = supervisor.run([{**each, **shared} for each in own])
