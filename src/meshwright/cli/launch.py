@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from meshwright.launch.machines_left import MachinesLeft
 from meshwright.launch.merged_output import MergedOutput
 from meshwright.launch.options import parse_launch
-from meshwright.launch.processes_left import ProcessesLeft, Team
 from meshwright.launch.restarts import Attempts
+from meshwright.launch.team import MachinesLeft, ProcessesLeft, Team
 from meshwright.launch.whole_run import find_run, refuse_outer_launcher
 
 
