@@ -45,9 +45,15 @@ def _check_resumes(program: tuple[str, ...]) -> None:
 
 
 def _submit_slurm(options: LaunchOptions) -> int:
+    from meshwright.cli.request import compose
+    from meshwright.config.compose import validate
+
     check_time_to_save(options)
     cwd = Path.cwd()
-    composed = _check_program(options, in_image=False)
+    arguments = _train_arguments(options)
+    composed = None if arguments is None else compose(arguments)
+    if composed is not None:
+        _check_modules(validate(composed))
     program, folder = _with_folder(options.program, composed, options.name)
     options = replace(options, program=program)
     if options.dry_run:
@@ -63,7 +69,8 @@ def _submit_slurm(options: LaunchOptions) -> int:
 
 
 def _submit_kubernetes(options: LaunchOptions) -> int:
-    _check_program(options, in_image=True)
+    if arguments := _train_arguments(options):
+        _check_image_config(arguments)
     options = replace(options, program=fixed_folder(options))
     if options.program[0] == "train" and not options.claim:
         print(
@@ -120,35 +127,16 @@ def _run(command: Sequence[str], text: str, file: str) -> str:
     return done.stdout.strip()
 
 
-def _check_program(options: LaunchOptions, *, in_image: bool) -> Composed | None:
-    """Check what a job runs, so that a mistake shows before it waits in a queue.
-
-    Args:
-        options: what to launch.
-        in_image: whether the job has files of its own, so that those it names need not be here.
-
-    Returns:
-        The config of `train`; None for other programs, or if the config is in the image.
-    """
+def _train_arguments(options: LaunchOptions) -> Arguments | None:
+    """Return the arguments of `train`, whose config is checked before the job waits in a queue."""
     if not options.is_own_command:
         return None
     arguments = parse_arguments(options.program)
-    if arguments.command.name != "train":
-        return None
-    return _image_config(arguments) if in_image else _config(arguments)
+    return arguments if arguments.command.name == "train" else None
 
 
-def _config(arguments: Arguments) -> Composed:
-    from meshwright.cli.request import compose
-    from meshwright.config.compose import validate
-
-    composed = compose(arguments)
-    _check_modules(validate(composed))
-    return composed
-
-
-def _image_config(arguments: Arguments) -> Composed | None:
-    """Check the config of `train` as far as its files are here."""
+def _check_image_config(arguments: Arguments) -> None:
+    """Check the config of `train` as far as its files, which may be in the image, are here."""
     from meshwright.cli.request import compose
     from meshwright.config.compose import compose_config, validate
 
@@ -159,7 +147,7 @@ def _image_config(arguments: Arguments) -> Composed | None:
                 f"remark: the config is not checked, because {flag} {path} is not on this machine",
                 file=sys.stderr,
             )
-            return None
+            return
     composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
     model = composed.values.get("model")
     weights = model.get("weights") if isinstance(model, dict) else None
@@ -167,7 +155,6 @@ def _image_config(arguments: Arguments) -> Composed | None:
     if all(Path(str(path)).exists() for path in named):
         composed = compose(arguments)
     validate(composed)
-    return composed
 
 
 def _check_modules(config: Config) -> None:

@@ -14,9 +14,9 @@ from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.whole_run import WholeRun, find_run
 from meshwright.processes import JOIN_TIMEOUT, LOST_SECONDS, LOST_TIMEOUT
+from meshwright.runtime.host_machine import VISIBLE_GPUS
 from meshwright.text.units import counted
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GPU_FILES = {"jax-cuda": "nvidia[0-9]*", "jax-rocm": "dri/renderD*"}
 _FORCED_COUNT = re.compile(r"\s*--xla_force_host_platform_device_count=\S*")
 
@@ -83,7 +83,7 @@ def count_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     names = [distribution.name or "" for distribution in metadata.distributions()]
     for plugin, files in _GPU_FILES.items():
         if any(name.startswith(plugin) for name in names) and (found := _present(root, files)):
-            listed = next((environ[name] for name in _VISIBLE if name in environ), None)
+            listed = next((environ[name] for name in VISIBLE_GPUS if name in environ), None)
             chosen = [] if listed is None else [part for part in listed.split(",") if part.strip()]
             return found if listed is None else len([part for part in chosen if part != "-1"])
     return 0
