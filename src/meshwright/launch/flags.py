@@ -131,9 +131,7 @@ FLAGS = {
     "--node-rank": _number(
         "number of this machine, from 0; SLURM and SkyPilot know it", 0, MAX_NODES, is_local=True
     ),
-    "--coordinator": LaunchFlag(
-        "machine 0 and a free port of it", "HOST:PORT", _matching(re.compile(".+"), "HOST:PORT")
-    ),
+    "--coordinator": LaunchFlag("machine 0 and a free port of it", "HOST:PORT"),
     "--join-timeout": _seconds(
         "seconds for all processes to join (default 60, over several machines 300)", 1
     ),

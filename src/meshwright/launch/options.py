@@ -122,7 +122,7 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
         raise UserError(
             "the number of processes is missing", fix="write --nprocs N before the program"
         )
-    _check_machines(options)
+    _check_machines(options, has_coordinator="--coordinator" in given)
     _check_fewest(options)
     return replace(options, restarts=_restarts(options, read.get("restarts")))
 
@@ -171,10 +171,9 @@ def _check_flags_fit(given: Mapping[str, str], kind: ClusterKind | None) -> None
     """Raise if a flag belongs to another place than the one that was chosen."""
     for flag, known in FLAGS.items():
         if flag in given and known.needs and not set(known.needs) & set(given):
-            one = "one" if len(known.needs) > 1 else known.needs[0]
-            raise UserError(
-                f"{flag} needs {' or '.join(known.needs)}", fix=f"add {one}, or leave {flag} out"
-            )
+            needed = " or ".join(known.needs)
+            one = "one" if " or " in needed else needed
+            raise UserError(f"{flag} needs {needed}", fix=f"add {one}, or leave {flag} out")
         if flag in given and known.is_local and kind is not None:
             raise UserError(
                 f"{flag} cannot be used with a cluster job",
@@ -226,9 +225,9 @@ def _check_fewest(options: LaunchOptions) -> None:
             raise UserError(f"{flag} {fewest} is more than {of} {most}", fix=f"write 1 to {most}")
 
 
-def _check_machines(options: LaunchOptions) -> None:
+def _check_machines(options: LaunchOptions, *, has_coordinator: bool) -> None:
     """Check the flags for several machines against each other."""
-    if options.coordinator:
+    if has_coordinator:
         # Help texts import this module, and must not wait for the libraries of configs.
         from meshwright.config.launchers import DEFAULT_PORT, split_address
 
