@@ -16,7 +16,7 @@ _VERSION = 1
 """Raised whenever other sentences are drawn, so that no file of earlier ones is read."""
 
 _NOUNS = ("bird", "cat", "dog", "king")
-_ADJECTIVES = ("old", "red")
+_ADJECTIVES = ("big", "red")
 _ACTIONS = ("sing", "wait")
 _DEEDS = ("help", "see")
 _SINGULAR = ("a", "the")
