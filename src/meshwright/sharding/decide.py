@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, BATCH_AXES, resolve_alias
-from meshwright.program.dims import DimClasses, LeafLabel, ProgramDims, find_dim_classes
+from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.dims.classes import LeafRole
 from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.jaxpr.equations import Var
@@ -19,11 +19,12 @@ from meshwright.program.kernels.find_kernels import (
     Kernels,
     KernelSearch,
     find_kernels,
+    unsharded,
 )
 from meshwright.program.on_mesh.local_ops import LocalOp, find_local_ops
 from meshwright.program.on_mesh.loop_reads import LoopReads, find_loop_reads
 from meshwright.program.on_mesh.sharding_constraints import (
-    activation_spec,
+    activation_layouts,
     find_constraints,
     find_model_layouts,
     find_weights,
@@ -121,57 +122,27 @@ def decide(
     tensor_only = tuple(placement.gathered("fsdp", "pipe") for placement in sharded)
     without_fsdp = tuple(placement.gathered("fsdp") for placement in sharded)
     axes = batch_axes(sizes)
+    layout = activation_layouts(classes, axes, tensor.sharded_dim)
+    if not axes and tensor.size == 1:
+        layout = unsharded
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
         at_rest=sharded if sharding.zero == 3 else tensor_only,
         optimizer=sharded,
         gradients=without_fsdp if sharding.zero == 1 else sharded,
         gathers=_gathers(traced.layout.step_leaves, sharded) if sharding.zero == 3 else {},
-        pins={**_pins(classes, axes, tensor), **of_model.constraints},
-        local_ops=find_local_ops(
-            classes,
-            batch_axes=axes,
-            tensor_dim=tensor.sharded_dim,
-            tensor_size=tensor.size,
-        ),
-        shared_inputs=find_shared_inputs(
-            classes, sharded=tensor.splits, batch_axes=axes, tensor_dim=tensor.sharded_dim
-        ),
+        pins={**find_constraints(classes, layout), **of_model.constraints},
+        local_ops=find_local_ops(classes, layout, axes, tensor.size),
+        shared_inputs=find_shared_inputs(classes, tensor.splits, layout),
         loop_reads=find_loop_reads(classes, axes),
         weights=find_weights(classes),
         batch=PartitionSpec(tuple(axes)) if axes else PartitionSpec(),
         classes=classes,
         tensor=tensor,
         ignored=of_model.ignored,
-        kernels=_kernels(traced, classes, axes, tensor, search),
+        kernels=find_kernels(traced, classes, layout, search) if search else NO_KERNELS,
         search=search,
     )
-
-
-def _kernels(
-    traced: TracedLoss,
-    classes: DimClasses,
-    axes: Mapping[str, int],
-    tensor: TensorChoice,
-    search: KernelSearch | None,
-) -> Kernels:
-    if search is None:
-        return NO_KERNELS
-
-    def layout(frame: ProgramDims, variable: Var) -> PartitionSpec | None:
-        if not axes and tensor.size == 1:
-            return None
-        return activation_spec(frame, variable, classes.batch, axes, tensor.sharded_dim)
-
-    return find_kernels(traced, classes, layout, search)
-
-
-def _pins(
-    classes: DimClasses, axes: Mapping[str, int], tensor: TensorChoice
-) -> dict[Var, PartitionSpec]:
-    if not axes and tensor.size == 1:
-        return {}
-    return find_constraints(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
 
 
 def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from meshwright.pipeline.place import decide_per_device, decide_stages, pipeline
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
-from meshwright.program.kernels.find_kernels import find_kernels
+from meshwright.program.kernels.find_kernels import find_kernels, unsharded
 from meshwright.program.on_mesh.mesh_forward import Forward, LocalDraws, local_forward
 from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.build_model import (
@@ -346,7 +346,7 @@ def _local_forward(
     remat = choose_remat(plan.sharding.remat, keep_gathered=True)
     search = kernel_search(plan, mesh)
     # A device sees only its own samples: no axis shards them again.
-    kernels = find_kernels(traced, classes, lambda frame, variable: None, search)
+    kernels = find_kernels(traced, classes, unsharded, search)
     return local_forward(traced, draws, mesh, remat, wide=wide, kernels=kernels)
 
 

@@ -14,11 +14,7 @@ from meshwright.program.jaxpr.equations import Equation, Var
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.chunked_loss import LossKernel, is_fused
 from meshwright.program.kernels.fused_attention import AttentionKernel, check_cudnn
-from meshwright.program.kernels.match_attention import (
-    AttentionMatch,
-    match_attention,
-    softmaxes,
-)
+from meshwright.program.kernels.match_attention import match_attention, softmaxes
 from meshwright.program.kernels.match_loss import (
     is_differentiable,
     match_loss,
@@ -82,6 +78,10 @@ LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
 """Returns how a variable is sharded over the mesh; None if it is not."""
 
 
+def unsharded(program: ProgramDims, variable: Var) -> None:
+    """Return the layout of a variable on one device, or of one device's own samples."""
+
+
 def find_kernels(
     traced: TracedLoss, classes: DimClasses, layout: LayoutOf, search: KernelSearch
 ) -> Kernels:
@@ -129,9 +129,10 @@ class _Finder:
         for product, weight in projections(graph, program):
             self._try("loss", program, product, self._loss, graph, program, product, weight)
         for root in norms(graph):
-            self._try("norm", program, root, _norm, graph, root)
+            self._try("norm", program, root, _rowwise, graph, "norm", match_norm, root)
         for anchor in activations(graph):
-            self._try("activation", program, anchor, _activation, graph, anchor)
+            arguments = graph, "activation", match_activation, anchor
+            self._try("activation", program, anchor, _rowwise, *arguments)
 
     def _try(
         self,
@@ -162,12 +163,15 @@ class _Finder:
         if match is None:
             return None
         operands = match.operands
-        layouts = self._attention_layouts(scope.program, match)
+        inputs = (operands.query, operands.key, operands.value)
+        inputs = inputs if operands.mask is None else (*inputs, operands.mask)
+        layouts = {v: self.layout(scope.program, v) for v in (*inputs, match.output)}
+        sharded = {v: spec for v, spec in layouts.items() if spec is not None}
+        if sharded:
+            _check_layouts(operands, match.output, sharded)
         if self.choice == "auto":
             check_cudnn(operands, self.platform, planned=self.planned)
         name = "cudnn" if self.choice == "auto" else "xla"
-        inputs = (operands.query, operands.key, operands.value)
-        inputs = inputs if operands.mask is None else (*inputs, operands.mask)
         return Region(
             "attention",
             module_name(match.eqns),
@@ -175,21 +179,9 @@ class _Finder:
             inputs,
             (match.output,),
             graph.place(match.eqns, inputs, [match.output]),
-            AttentionKernel(name, operands, layouts, self.planned),
+            AttentionKernel(name, operands, sharded, self.planned),
             str(operands.allowed),
         )
-
-    def _attention_layouts(
-        self, program: ProgramDims, match: AttentionMatch
-    ) -> dict[Var, PartitionSpec]:
-        operands = match.operands
-        variables = [operands.query, operands.key, operands.value, match.output]
-        variables += [] if operands.mask is None else [operands.mask]
-        found = {v: self.layout(program, v) for v in variables}
-        specs = {v: spec for v, spec in found.items() if spec is not None}
-        if specs:
-            _check_layouts(operands, match.output, specs)
-        return specs
 
     def _loss(self, graph: Graph, program: ProgramDims, product: Equation, weight: int) -> Region:
         match = match_loss(graph, product, weight)
@@ -210,15 +202,13 @@ class _Finder:
         )
 
 
-def _norm(graph: Graph, root: Equation) -> Region | None:
-    return _rowwise(graph, "norm", match_norm(graph, root))
-
-
-def _activation(graph: Graph, anchor: Equation) -> Region | None:
-    return _rowwise(graph, "activation", match_activation(graph, anchor))
-
-
-def _rowwise(graph: Graph, kind: str, match: RowwiseMatch | None) -> Region | None:
+def _rowwise(
+    graph: Graph,
+    kind: str,
+    find: Callable[[Graph, Equation], RowwiseMatch | None],
+    anchor: Equation,
+) -> Region | None:
+    match = find(graph, anchor)
     if match is None:
         return None
     inputs = (*match.activations, *match.vectors)
