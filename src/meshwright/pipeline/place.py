@@ -122,12 +122,17 @@ def pipelined_loss(
     """
     inside = decision if per_device is None else per_device.decision
     context = _stage_context(inside, mesh, remat, wide=wide)
-    sums = [placement.without(PIPE) for placement in inside.gradients]
-    after = decision.gradients
-    if per_device is None:
-        return PipelinedLoss(cut, context, schedule, num_microbatches, sums, after)
-    context = replace(context, draws=per_device.draws)
-    return PipelinedLoss(cut, context, schedule, num_microbatches, sums, after, per_device.cut)
+    if per_device is not None:
+        context = replace(context, draws=per_device.draws)
+    return PipelinedLoss(
+        cut,
+        context,
+        schedule,
+        num_microbatches,
+        sums=[placement.without(PIPE) for placement in inside.gradients],
+        gradients=decision.gradients,
+        per_device=per_device and per_device.cut,
+    )
 
 
 def pipelined_forward(
