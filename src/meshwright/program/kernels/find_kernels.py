@@ -122,12 +122,12 @@ class _Finder:
 
     def search(self, scope: Scope) -> None:
         """Add the regions of one program."""
-        graph, program = Graph(scope.program.jaxpr), scope.program
+        graph, program = scope.graph, scope.program
         self.dead |= graph.dead
         for division in softmaxes(graph):
-            self._try("attention", program, division, self._attention, graph, scope, division)
-        for product, weight in projections(graph, program):
-            self._try("loss", program, product, self._loss, graph, program, product, weight)
+            self._try("attention", program, division, self._attention, scope, division)
+        for product in projections(graph, program):
+            self._try("loss", program, product, self._loss, graph, program, product)
         for root in norms(graph):
             self._try("norm", program, root, _rowwise, graph, "norm", match_norm, root)
         for anchor in activations(graph):
@@ -158,8 +158,8 @@ class _Finder:
         module = region.module or program.path
         self.uses.append(Substitution(kind, module, region.kernel.name, region.detail))
 
-    def _attention(self, graph: Graph, scope: Scope, division: Equation) -> Region | None:
-        match = match_attention(graph, scope, division)
+    def _attention(self, scope: Scope, division: Equation) -> Region | None:
+        match = match_attention(scope, division)
         if match is None:
             return None
         operands = match.operands
@@ -178,13 +178,13 @@ class _Finder:
             match.eqns,
             inputs,
             (match.output,),
-            graph.place(match.eqns, inputs, [match.output]),
+            scope.graph.place(match.eqns, inputs, [match.output]),
             AttentionKernel(name, operands, sharded, self.planned),
             str(operands.allowed),
         )
 
-    def _loss(self, graph: Graph, program: ProgramDims, product: Equation, weight: int) -> Region:
-        match = match_loss(graph, product, weight)
+    def _loss(self, graph: Graph, program: ProgramDims, product: Equation) -> Region:
+        match = match_loss(graph, product)
         graded = tuple(is_differentiable(program, v) for v in match.outputs)
         others = (*match.whole, *match.by_row)
         inputs = (match.hidden, match.kernel, *others)

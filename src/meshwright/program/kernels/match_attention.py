@@ -51,15 +51,15 @@ def softmaxes(graph: Graph) -> Iterator[Equation]:
             yield eqn
 
 
-def match_attention(graph: Graph, scope: Scope, division: Equation) -> AttentionMatch | None:
+def match_attention(scope: Scope, division: Equation) -> AttentionMatch | None:
     """Return the attention whose softmax ends in a division; None if it is no attention.
 
     Raises:
         NotReplaced: if it is attention that cannot be replaced.
     """
-    if not _is_followed_by_product(graph, division.outvars[0]):
+    if not _is_followed_by_product(scope.graph, division.outvars[0]):
         return None
-    match = _Match(graph, scope)
+    match = _Match(scope)
     scores = match.softmax(division)
     product = match.scores(scores)
     if product is None:
@@ -98,12 +98,15 @@ class _Mask(NamedTuple):
 
 @dataclass
 class _Match:
-    graph: Graph
     scope: Scope
     eqns: list[Equation] = field(default_factory=list[Equation])
     scale: float = 1.0
     masks: list[_Mask] = field(default_factory=list[_Mask])
     axis: int = 0
+
+    @property
+    def graph(self) -> Graph:
+        return self.scope.graph
 
     def softmax(self, division: Equation) -> Var:
         """Collect the equations of a softmax; return the scores."""

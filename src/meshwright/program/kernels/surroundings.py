@@ -21,6 +21,7 @@ from meshwright.program.jaxpr.equations import (
     Var,
 )
 from meshwright.program.jaxpr.walks import called_programs
+from meshwright.program.kernels.regions import Graph
 
 
 class Scope:
@@ -42,7 +43,7 @@ class Scope:
     ) -> None:
         self.program, self.consts, self.outer = program, consts, outer
         self.arguments = arguments or {}
-        self._maker = {v: eqn for eqn in program.jaxpr.eqns for v in eqn.outvars}
+        self.graph = Graph(program.jaxpr)
         self._constants: dict[Var, ClosedJaxpr | None] = {}
 
     def origin(self, atom: Atom) -> tuple[Scope, Atom]:
@@ -50,10 +51,6 @@ class Scope:
         if not isinstance(atom, Literal) and self.outer is not None and atom in self.arguments:
             return self.outer.origin(self.arguments[atom])
         return self, atom
-
-    def maker(self, atom: Atom) -> Equation | None:
-        """Return the equation that makes an atom of this scope."""
-        return None if isinstance(atom, Literal) else self._maker.get(atom)
 
     def constant(self, atom: Atom) -> ClosedJaxpr | None:
         """Return a program without inputs that computes an atom; None if it depends on inputs."""
