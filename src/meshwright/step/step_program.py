@@ -155,18 +155,8 @@ def forward_on(
 ) -> Forward:
     """Return the loss on a mesh with the decided placements and this rematerialization."""
     whole = [placement.without("fsdp") for placement in decision.at_rest]
-    evaluator = mesh_evaluator(
-        view,
-        weight_uses(traced, decision.gathers, whole),
-        remat,
-        wide=wide,
-        constraints=decision.pins,
-        local_ops=decision.local_ops,
-        shared_inputs=decision.shared_inputs,
-        loop_reads=decision.loop_reads,
-        weight_only=decision.weights,
-        kernels=decision.kernels,
-    )
+    uses = weight_uses(traced, decision.gathers, whole)
+    evaluator = mesh_evaluator(view, uses, remat, decision, wide=wide)
     return Forward(traced, evaluator, remat)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,9 +30,13 @@ from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import GatherSpecs, WeightUse
 from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
-from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.layer_scans import LayerScans, shared_weights
-from meshwright.program.on_mesh.mesh_forward import LocalDraws, mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.mesh_forward import (
+    LocalDraws,
+    ProgramLayouts,
+    mesh_evaluator,
+    weight_uses,
+)
 from meshwright.program.on_mesh.remat import Remat
 
 
@@ -42,22 +46,18 @@ class StageContext:
 
     Attributes:
         mesh: the mesh.
-        pins: layouts of activations.
-        weights: variables that depend on weights alone.
+        layouts: what is known of the program's variables on one stage.
         gathers: by number of the step leaf, the layouts of weights sharded over fsdp, on one stage.
         whole: by number of the step leaf, its layout when gathered, on one stage.
-        kernels: regions that kernels evaluate.
         remat: what blocks save for their backward pass.
         wide: compute in float64.
         draws: the random draws of a loss of one device's samples; None for one of all samples.
     """
 
     mesh: Mesh
-    pins: Mapping[Var, PartitionSpec]
-    weights: Collection[Var]
+    layouts: ProgramLayouts
     gathers: Mapping[int, GatherSpecs]
     whole: Sequence[PartitionSpec]
-    kernels: Kernels
     remat: Remat
     wide: bool
     draws: LocalDraws | None = None
@@ -236,10 +236,8 @@ class Stages:
             mesh,
             self.uses,
             where.remat,
+            where.layouts,
             wide=where.wide,
-            constraints=where.pins,
-            weight_only=where.weights,
-            kernels=where.kernels,
             first=[*draws, WithinStage(mesh)],
         )
 
