@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
+    BlockOutputs,
     BlockRow,
     LeafValues,
     Losses,
@@ -26,7 +27,6 @@ from meshwright.pipeline.execute.stage_records import (
     BackwardMessage,
     BlockWeights,
     CallInputs,
-    ChunkResult,
     HeadGradient,
     MessageSplit,
 )
@@ -108,12 +108,12 @@ class StageWork:
         chunk: Array,
         microbatch: Microbatch,
         stage: Array,
-    ) -> ChunkResult:
-        """Run a chunk's blocks."""
+    ) -> tuple[BlockOutputs, list[Array]]:
+        """Run a chunk's blocks; also return what backward needs of it."""
         floats, inputs = self._operands(message, changing, chunk, microbatch, stage)
         result = self.vjp.forward(self.held(chunk), floats, inputs)
         others, rows = result.further
-        return ChunkResult(self.split.join(result.y, others), result.saved, rows)
+        return BlockOutputs(self.split.join(result.y, others), rows), result.saved
 
     def head_gradient(self, message: Message, number: Array) -> HeadGradient:
         """Return the losses of a microbatch after the last block, and their gradients."""

@@ -63,25 +63,16 @@ Operations = Sequence[Sequence[Op]]
 """The operations of each stage, in order."""
 
 
-class Result(Enum):
-    """What an operation produces that other operations wait for."""
-
-    OUTPUT = "output"
-    INPUT_GRADIENT = "input gradient"
-
-    __hash__ = object.__hash__
-
-
 class OpResult(NamedTuple):
     """The result of an operation, which others wait for.
 
     Attributes:
-        result: an output, or the gradient with respect to an input.
+        kind: FORWARD for an output, INPUT_GRAD for the gradient with respect to an input.
         microbatch: the microbatch.
         virtual: the virtual stage that computes it.
     """
 
-    result: Result
+    kind: Kind
     microbatch: int
     virtual: int
 
@@ -137,21 +128,21 @@ class Shape:
     def gives(self, op: Op, stage: int) -> OpResult | None:
         """Return the result that other operations wait for, if any."""
         if op.kind is Kind.FORWARD:
-            return OpResult(Result.OUTPUT, op.microbatch, self.virtual(op, stage))
+            return OpResult(Kind.FORWARD, op.microbatch, self.virtual(op, stage))
         if op.hands_back:
-            return OpResult(Result.INPUT_GRADIENT, op.microbatch, self.virtual(op, stage))
+            return OpResult(Kind.INPUT_GRAD, op.microbatch, self.virtual(op, stage))
         return None
 
     def needs(self, op: Op, stage: int) -> list[OpResult]:
         """Return the results that an operation waits for."""
         m, at = op.microbatch, self.virtual(op, stage)
         if op.kind is Kind.FORWARD:
-            return [OpResult(Result.OUTPUT, m, at - 1)] if at > 0 else []
+            return [OpResult(Kind.FORWARD, m, at - 1)] if at > 0 else []
         if op.kind is Kind.WEIGHT_GRAD:
-            return [OpResult(Result.INPUT_GRADIENT, m, at)]
-        own_output = OpResult(Result.OUTPUT, m, at)
+            return [OpResult(Kind.INPUT_GRAD, m, at)]
+        own_output = OpResult(Kind.FORWARD, m, at)
         last = at == self.num_virtual - 1
-        return [own_output] if last else [own_output, OpResult(Result.INPUT_GRADIENT, m, at + 1)]
+        return [own_output] if last else [own_output, OpResult(Kind.INPUT_GRAD, m, at + 1)]
 
 
 @dataclass(frozen=True)
