@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from meshwright.errors import Setting, UserError
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
+from meshwright.pipeline.place import decide_stages
 from meshwright.plan import Plan
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims.sample_mean import check_mean
@@ -21,7 +22,7 @@ from meshwright.program.on_mesh.remat import Remat, choose_remat
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
-from meshwright.sharding.decide import Decision, batch_axes, dim_classes
+from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.trees import Batch, divide_batch, resize_batch
 
 
@@ -169,6 +170,14 @@ def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
         # gradients of query, key and value before it reduces them.
         rows=plan.size("tensor") == 1,
     )
+
+
+def decide_program(program: StepProgram, plan: Plan, mesh: Mesh) -> Decision:
+    """Decide how the plan places a program, on the whole mesh or in its stages."""
+    search = kernel_search(plan, mesh)
+    if program.cut is None:
+        return decide(program.traced, plan.mesh, plan.sharding, search=search)
+    return decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks, search)
 
 
 def planned_remat(decision: Decision, plan: Plan) -> Remat:
