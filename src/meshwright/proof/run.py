@@ -252,6 +252,7 @@ class _Proof:
         float64 = self.compare_in_float64(expected, actual, nulls)
         with _phase("as written: one device", say):
             as_written = self.as_written()
+        compares_parameters = any(found.what == "parameters" for found in own_precision)
         return Certificate(
             equal=all(c.equal for c in (*float64, *own_precision, *as_written)),
             mesh=plan.mesh,
@@ -264,7 +265,7 @@ class _Proof:
             own_precision=own_precision,
             as_written=as_written,
             not_compared=[
-                *([] if _compares(own_precision, "parameters") else [NOT_COMPARED]),
+                *([] if compares_parameters else [NOT_COMPARED]),
                 *([] if as_written else [NOT_WRITTEN]),
             ],
             kernels=describe(self.assembled.decision.kernels.uses),
@@ -423,10 +424,6 @@ def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list
     values = initial_values(model, assembled.model_leaves, seed, compiler_options=options)
     # From the host they go to one device or to many without a compiled program.
     return [v if is_key(v) else np.asarray(v) for v in values]
-
-
-def _compares(comparisons: Sequence[Comparison], what: str) -> bool:
-    return any(comparison.what == what for comparison in comparisons)
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def per_device_program(
     if not axes:
         return None
     if plan.batch.sync_gradients_every == 1:
-        if sends_through_gloo(mesh) and _only_copies(plan):
+        whole_model_everywhere = math.prod(plan.mesh.values()) == plan.size("data")
+        if sends_through_gloo(mesh) and whole_model_everywhere:
             return _if_possible(loss, model_leaves, micro, plan)
         return None
     if plan.sharding.zero > 1 and "fsdp" in axes:
@@ -110,11 +111,6 @@ def sends_through_gloo(mesh: Mesh) -> bool:
     It pays to send all of them as one array, for which each device has to compute its own.
     """
     return mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
-
-
-def _only_copies(plan: Plan) -> bool:
-    """Whether every device has the whole model."""
-    return math.prod(plan.mesh.values()) == plan.size("data")
 
 
 def _if_possible(

@@ -49,11 +49,6 @@ class Op:
         return f"{self.kind.value}{self.microbatch}{chunk}"
 
     @property
-    def hands_back(self) -> bool:
-        """Whether it computes the gradient that the previous stage waits for."""
-        return self.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
-
-    @property
     def releases(self) -> bool:
         """Whether the microbatch's activations can be freed afterwards."""
         return self.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
@@ -127,11 +122,10 @@ class Shape:
 
     def gives(self, op: Op, stage: int) -> OpResult | None:
         """Return the result that other operations wait for, if any."""
-        if op.kind is Kind.FORWARD:
-            return OpResult(Kind.FORWARD, op.microbatch, self.virtual(op, stage))
-        if op.hands_back:
-            return OpResult(Kind.INPUT_GRAD, op.microbatch, self.virtual(op, stage))
-        return None
+        if op.kind is Kind.WEIGHT_GRAD:
+            return None
+        kind = Kind.FORWARD if op.kind is Kind.FORWARD else Kind.INPUT_GRAD
+        return OpResult(kind, op.microbatch, self.virtual(op, stage))
 
     def needs(self, op: Op, stage: int) -> list[OpResult]:
         """Return the results that an operation waits for."""

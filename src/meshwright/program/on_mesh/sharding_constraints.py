@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.mesh.axes import AXES, BATCH_AXES, PIPE, resolve_alias
 from meshwright.program.dims import DimClasses, DimFactor, ProgramDims, all_programs
-from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of, name_stack
+from meshwright.program.jaxpr.equations import Literal, Var, aval_of, name_stack
 from meshwright.program.jaxpr.names import module_of
 from meshwright.program.kernels.find_kernels import LayoutOf
 from meshwright.program.trace.requested_layouts import RequestedLayout, requested_layout
@@ -51,15 +51,12 @@ def _crossing(program: ProgramDims) -> Iterator[Var]:
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and producers.get(atom, module) != module:
                 crossing[atom] = None
-        producers.update((variable, module) for variable in _float_results(eqn))
+        floats = (v for v in eqn.outvars if jnp.issubdtype(aval_of(v).dtype, jnp.inexact))
+        producers.update(dict.fromkeys(floats, module))
     for atom in program.jaxpr.outvars:
         if not isinstance(atom, Literal) and atom in producers:
             crossing[atom] = None
     yield from crossing
-
-
-def _float_results(eqn: Equation) -> list[Var]:
-    return [v for v in eqn.outvars if jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
 
 
 def activation_layouts(
