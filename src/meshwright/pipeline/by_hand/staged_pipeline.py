@@ -40,7 +40,7 @@ from meshwright.pipeline.by_hand.updates import initial_states, update_stages
 from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
-from meshwright.pipeline.schedule.timeline import Timeline
+from meshwright.pipeline.schedule.timeline_drawing import Timeline
 from meshwright.text.units import counted, human_count
 from meshwright.trees import PyTree, resize_batch
 
