@@ -149,7 +149,7 @@ class StageExecutor:
         def run(now: tuple[_AfterForward, Message]) -> tuple[_AfterForward, Message]:
             after, _ = now
             microbatch = work.microbatch(op.microbatch)
-            outer = work.outer(self.functions.embed_reads)
+            outer = work.values.pick(self.functions.embed_reads)
             message = lax.cond(
                 op.reads < 0,
                 # The compiler refuses branches whose results are sharded differently.
