@@ -72,7 +72,7 @@ def _unweighted(right):
         found = right(self, message, number)
         weight = found.losses.objective.weight
         scaled = jax.tree.map(lambda g: g / weight * 40, (found.outer, found.back))
-        return found._replace(outer=scaled[0], back=scaled[1])
+        return dataclasses.replace(found, outer=scaled[0], back=scaled[1])
 
     return head_gradient
 

@@ -21,8 +21,7 @@ from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.pipeline.pipeline_report import PipelineReport
 from meshwright.pipeline.schedule.schedules import get_schedule
-from meshwright.pipeline.schedule.timeline import Timeline
-from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing, timeline_svg
+from meshwright.pipeline.schedule.timeline_drawing import Timeline, TimelineDrawing, timeline_svg
 from meshwright.plan import Plan, unused_settings
 from meshwright.program.kernels.regions import describe
 from meshwright.recipe import make_recipe

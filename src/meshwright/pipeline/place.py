@@ -17,7 +17,7 @@ from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.kernels.find_kernels import KernelSearch
-from meshwright.program.on_mesh.mesh_forward import LocalDraws
+from meshwright.program.on_mesh.mesh_forward import LocalDraws, ProgramLayouts
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
 from meshwright.sharding.placement import Placement, Reason, on_each_stage
@@ -122,12 +122,17 @@ def pipelined_loss(
     """
     inside = decision if per_device is None else per_device.decision
     context = _stage_context(inside, mesh, remat, wide=wide)
-    sums = [placement.without(PIPE) for placement in inside.gradients]
-    after = decision.gradients
-    if per_device is None:
-        return PipelinedLoss(cut, context, schedule, num_microbatches, sums, after)
-    context = replace(context, draws=per_device.draws)
-    return PipelinedLoss(cut, context, schedule, num_microbatches, sums, after, per_device.cut)
+    if per_device is not None:
+        context = replace(context, draws=per_device.draws)
+    return PipelinedLoss(
+        cut,
+        context,
+        schedule,
+        num_microbatches,
+        sums=[placement.without(PIPE) for placement in inside.gradients],
+        gradients=decision.gradients,
+        per_device=per_device and per_device.cut,
+    )
 
 
 def pipelined_forward(
@@ -141,9 +146,9 @@ def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) 
     """Return the layouts inside the pipeline, without the pipe axis."""
     return StageContext(
         mesh=mesh,
-        pins=decision.pins,
-        weights=decision.weights,
-        kernels=decision.kernels,
+        layouts=ProgramLayouts(
+            pins=decision.pins, weights=decision.weights, kernels=decision.kernels
+        ),
         gathers={
             number: GatherSpecs(
                 decision.at_rest[number].without("fsdp", PIPE),

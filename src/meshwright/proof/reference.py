@@ -26,49 +26,11 @@ from meshwright.program.trace.model_leaves import Leaf
 from meshwright.proof.compare import Leaves, Masks, ObservedRun, fetch, global_norm
 from meshwright.proof.losses import Gradient
 from meshwright.proof.nulls import NoiseMasks, within
-from meshwright.step.objective import accepted, runs_without_loss
+from meshwright.step.objective import Objective, runs_without_loss
 from meshwright.weighted import Weighted
 
 GRAD_NORM = "grad_norm"
 """The metric that a step adds to those of the loss."""
-
-
-@dataclass(frozen=True)
-class LossAt:
-    """The loss of one batch, computed on the host.
-
-    Attributes:
-        value: the loss at the current parameters.
-        gradients: its gradients there, before clipping.
-        evaluate: from parameters by path to the loss and its gradients.
-    """
-
-    value: float
-    gradients: Leaves
-    evaluate: Callable[[Leaves], tuple[float, Leaves]]
-
-    def arguments(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return optax's extra arguments of these names."""
-        known = {
-            "value": jnp.asarray(self.value),
-            "grad": nest(_as_arrays(self.gradients), escaped=True),
-            "value_fn": self._of_tree,
-            "grad_fn": lambda tree, _=None: nest(self._at(flatten(tree))[1], escaped=True),
-        }
-        return {name: known[name] for name in names}
-
-    def _of_tree(self, tree: Any) -> Any:
-        @jax.custom_vjp
-        def loss(params: Any) -> Any:
-            return self._at(params)[0]
-
-        loss.defvjp(self._at, lambda gradients, ct: ({k: g * ct for k, g in gradients.items()},))
-        return loss(flatten(tree))
-
-    def _at(self, params: Any) -> tuple[Any, dict[str, Any]]:
-        with jax.disable_jit(disable=False):
-            value, gradients = self.evaluate(fetch(params))
-        return jnp.asarray(value), _as_arrays(gradients)
 
 
 class OptaxUpdate:
@@ -88,7 +50,11 @@ class OptaxUpdate:
         return self._init(dict(params))
 
     def __call__(
-        self, params: Leaves, moments: Any, gradients: Leaves, loss: LossAt | None = None
+        self,
+        params: Leaves,
+        moments: Any,
+        gradients: Leaves,
+        loss: Callable[[], Objective] | None = None,
     ) -> tuple[Leaves, Any]:
         """Return the new parameters and the optimizer's new state.
 
@@ -96,7 +62,7 @@ class OptaxUpdate:
             params: the parameters.
             moments: the optimizer's state.
             gradients: the gradients, perhaps clipped.
-            loss: the loss of the batch, for optimizers that use it.
+            loss: returns the loss of the batch, for optimizers that use it.
         """
         if not self.looks_at_loss(params, moments, gradients):
             changed, moments = self._update(dict(params), moments, dict(gradients))
@@ -104,7 +70,7 @@ class OptaxUpdate:
             assert loss is not None, "the optimizer looks at the loss"
             # Operation by operation, so that the loss can be computed on the host.
             with jax.disable_jit():
-                extra = loss.arguments(accepted(self._optimizer))
+                extra = loss().arguments(self._optimizer, _as_tree, flatten)
                 changed, moments = self._updated(dict(params), moments, dict(gradients), **extra)
         return fetch(changed), moments
 
@@ -134,22 +100,6 @@ class OptaxUpdate:
         )
         changed: Any = optax.apply_updates(tree, updates)
         return flatten(changed), moments
-
-
-@dataclass
-class _Mean:
-    """A mean of parts that may differ in weight."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, part: Weighted) -> None:
-        self.total += float(part.total)
-        self.weight += float(part.weight)
-
-    @property
-    def value(self) -> float:
-        return self.total / (self.weight or 1.0)
 
 
 @dataclass(frozen=True)
@@ -257,13 +207,12 @@ class Reference:
                 if number
                 else self._first_gradient(values, batch)
             )
-            evaluate = functools.partial(self._loss_at, state=state, batch=batch)
+            objective = functools.partial(self._objective, one, state, batch)
             found.append(one)
             state, params = one.state, one.params
             noise.add(one.gradients)
             visible = _clipped(_without(one.gradients, withheld), clip_norm)
-            at = LossAt(one.loss, one.gradients, evaluate)
-            params, moments = update(params, moments, visible, at)
+            params, moments = update(params, moments, visible, objective)
         run = ObservedRun(
             [each.loss for each in found],
             found[0].gradients,
@@ -274,17 +223,23 @@ class Reference:
         )
         return run, noise
 
-    def _loss_at(
-        self, params: Leaves, *, state: list[Any], batch: Sequence[Any]
-    ) -> tuple[float, Leaves]:
-        found = self._batch_gradient(params, state, batch, 1.0)
-        return found.loss, found.gradients
+    def _objective(
+        self, found: _BatchGradient, state: list[Any], batch: Sequence[Any]
+    ) -> Objective:
+        """Return the loss of a batch, evaluated on the host wherever the optimizer asks for it."""
+
+        def evaluate(params: Any) -> tuple[Any, dict[str, Any]]:
+            with jax.disable_jit(disable=False):
+                there = self._batch_gradient(fetch(params), state, batch, 1.0)
+            return jnp.asarray(there.loss), _as_arrays(there.gradients)
+
+        return Objective(jnp.asarray(found.loss), _as_arrays(found.gradients), evaluate)
 
     def _batch_gradient(
         self, params: Leaves, state: list[Any], batch: Sequence[Any], scale: float
     ) -> _BatchGradient:
         """Return the gradient of one batch, summed in float64 on the host."""
-        losses, metrics = _Mean(), defaultdict[str, _Mean](_Mean)
+        losses, metrics = list[Weighted](), defaultdict[str, list[Weighted]](list)
         sums: dict[str, Any] = {}
         params, paths, written = dict(params), list(params), set[str]()
         for number in range(self.microbatches):
@@ -295,17 +250,18 @@ class Reference:
             new = {paths[position]: x for position, x in value.written.items()}
             params |= new
             written |= set(new)
-            losses.add(value.objective)
+            losses.append(value.objective)
             for name, metric in value.metrics.items():
-                metrics[name].add(metric)
+                metrics[name].append(metric)
             for path, gradient in gradients.items():
                 wide = np.complex128 if np.iscomplexobj(gradient) else np.float64
                 part = gradient.astype(wide) * (share / scale)
                 sums[path] = sums[path] + part if path in sums else part
-        mean = {path: s / (losses.weight or 1) for path, s in sums.items()}
-        reported = {name: metric.value for name, metric in metrics.items()}
+        weight = sum(float(part.weight) for part in losses)
+        mean = {path: s / (weight or 1) for path, s in sums.items()}
+        reported = {name: _mean(parts) for name, parts in metrics.items()}
         return _BatchGradient(
-            losses.value,
+            _mean(losses),
             reported | {GRAD_NORM: _norm(mean)},
             mean,
             state,
@@ -337,8 +293,17 @@ def _clipped(gradients: Leaves, clip_norm: float | None) -> Leaves:
     return {path: gradient * (clip_norm / norm) for path, gradient in gradients.items()}
 
 
+def _mean(parts: Sequence[Weighted]) -> float:
+    weight = sum(float(part.weight) for part in parts)
+    return sum(float(part.total) for part in parts) / (weight or 1.0)
+
+
 def _norm(gradients: Leaves) -> float:
     return math.sqrt(sum(float((np.abs(g) ** 2).sum()) for g in gradients.values()))
+
+
+def _as_tree(leaves: Leaves) -> dict[Any, Any]:
+    return nest(leaves, escaped=True)
 
 
 def _as_arrays(leaves: Leaves) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -139,7 +138,7 @@ def verify(
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
         with telling_shortage("comparing the mesh with one device", fix=_smaller()):
-            proof = _make_proof(
+            proof = _Proof(
                 model,
                 loss,
                 plan,
@@ -161,53 +160,6 @@ def _smaller() -> str:
     )
 
 
-def _make_proof(
-    model: ModelSource,
-    loss: Loss,
-    plan: Plan,
-    batches: list[Batch],
-    *,
-    optimizer: optax.GradientTransformation,
-    clip_norm: float | None,
-    seed: int,
-    trainable: Filter,
-    devices: Sequence[Device] | None,
-) -> _Proof:
-    first, steps = batches[0], len(batches)
-    assembled = assemble(
-        model,
-        loss,
-        recording_gradients(optimizer),
-        plan,
-        first,
-        clip_norm=clip_norm,
-        trainable=trainable,
-        devices=devices,
-        runs=steps,
-    )
-    traced = _trace(loss, assembled, first, plan.precision)
-    if traced.written:
-        recording = recording_gradients(optimizer, params_too=True)
-        assembled = assembled.with_optimizer(recording)
-    in_float32 = traced if plan.precision == "no" else _trace(loss, assembled, first, "no")
-    written, as_shapes = None, abstract_model(model)
-    flops = steps * plan.batch.gradient_accumulation_steps * count_flops(traced)
-    if taken_by_nnx_jit(as_shapes):
-        written = WrittenGradient(as_shapes, loss, trainable, traced.leaves, first, flops)
-    return _Proof(
-        assembled=assembled,
-        traced=traced,
-        traced_in_float32=in_float32,
-        written=written,
-        flops=flops,
-        initial_values=_initial_values(model, assembled, seed),
-        batches=batches,
-        optimizer=optimizer,
-        clip_norm=clip_norm,
-        seed=seed,
-    )
-
-
 def _check_single_process() -> None:
     if process_count() > 1:
         raise UserError(
@@ -217,7 +169,6 @@ def _check_single_process() -> None:
         )
 
 
-@dataclass(frozen=True)
 class _Proof:
     """The inputs of a comparison, and its parts.
 
@@ -235,16 +186,48 @@ class _Proof:
         seed: seed of the initialization.
     """
 
-    assembled: Assembled
-    traced: TracedLoss
-    traced_in_float32: TracedLoss
-    written: Gradient | None
-    flops: float
-    initial_values: list[Any]
-    batches: list[Batch]
-    optimizer: optax.GradientTransformation
-    clip_norm: float | None
-    seed: int
+    def __init__(
+        self,
+        model: ModelSource,
+        loss: Loss,
+        plan: Plan,
+        batches: list[Batch],
+        *,
+        optimizer: optax.GradientTransformation,
+        clip_norm: float | None,
+        seed: int,
+        trainable: Filter,
+        devices: Sequence[Device] | None,
+    ) -> None:
+        self.batches, self.optimizer = batches, optimizer
+        self.clip_norm, self.seed = clip_norm, seed
+        first, steps = batches[0], len(batches)
+        assembled = assemble(
+            model,
+            loss,
+            recording_gradients(optimizer),
+            plan,
+            first,
+            clip_norm=clip_norm,
+            trainable=trainable,
+            devices=devices,
+            runs=steps,
+        )
+        self.traced = traced = _trace(loss, assembled, first, plan.precision)
+        if traced.written:
+            recording = recording_gradients(optimizer, params_too=True)
+            assembled = assembled.with_optimizer(recording)
+        self.assembled = assembled
+        in_float32 = plan.precision == "no"
+        self.traced_in_float32 = traced if in_float32 else _trace(loss, assembled, first, "no")
+        self.flops = steps * plan.batch.gradient_accumulation_steps * count_flops(traced)
+        self.written: Gradient | None = None
+        as_shapes = abstract_model(model)
+        if taken_by_nnx_jit(as_shapes):
+            self.written = WrittenGradient(
+                as_shapes, loss, trainable, traced.leaves, first, self.flops
+            )
+        self.initial_values = _initial_values(model, assembled, seed)
 
     def certify(self, say: Callable[[str], None]) -> Certificate:
         matmul = self.assembled.plan.matmul
@@ -269,6 +252,7 @@ class _Proof:
         float64 = self.compare_in_float64(expected, actual, nulls)
         with _phase("as written: one device", say):
             as_written = self.as_written()
+        compares_parameters = any(found.what == "parameters" for found in own_precision)
         return Certificate(
             equal=all(c.equal for c in (*float64, *own_precision, *as_written)),
             mesh=plan.mesh,
@@ -281,7 +265,7 @@ class _Proof:
             own_precision=own_precision,
             as_written=as_written,
             not_compared=[
-                *([] if _compares(own_precision, "parameters") else [NOT_COMPARED]),
+                *([] if compares_parameters else [NOT_COMPARED]),
                 *([] if as_written else [NOT_WRITTEN]),
             ],
             kernels=describe(self.assembled.decision.kernels.uses),
@@ -440,10 +424,6 @@ def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list
     values = initial_values(model, assembled.model_leaves, seed, compiler_options=options)
     # From the host they go to one device or to many without a compiled program.
     return [v if is_key(v) else np.asarray(v) for v in values]
-
-
-def _compares(comparisons: Sequence[Comparison], what: str) -> bool:
-    return any(comparison.what == what for comparison in comparisons)
 
 
 @contextmanager

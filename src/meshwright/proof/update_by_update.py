@@ -257,7 +257,8 @@ class OwnPrecision:
                 exact, exact_moments = self.update(
                     _wide(before), exact_moments, _wide(update.clipped)
                 )
-            gaps.append(_nearest(after, expected, exact, limits))
+            nearest = _smaller(exact_gaps(expected, after), exact_gaps(exact, after))
+            gaps.append({path: gap / limits[path] for path, gap in nearest.items()})
             rounded = exact_gaps(exact, expected)
             measured.append({path: WORSE * gap / limits[path] for path, gap in rounded.items()})
         return judge(
@@ -267,13 +268,6 @@ class OwnPrecision:
             how=HOW_PARAMETERS,
             allowed=lambda: _scaled(worst_of(measured), max(limits.values())),
         )
-
-
-def _nearest(after: Leaves, expected: Leaves, exact: Leaves, limits: Mapping[str, float]) -> Gaps:
-    """Return how far each leaf is from one device or from float64, in units of its tolerance."""
-    near, far = exact_gaps(expected, after), exact_gaps(exact, after)
-    # `min` returns its first argument if that is NaN, so a NaN is not hidden.
-    return {path: min(near[path], far[path]) / limits[path] for path in near}
 
 
 def _same_bits(value: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:

@@ -10,25 +10,25 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, BATCH_AXES, resolve_alias
-from meshwright.program.dims import DimClasses, LeafLabel, ProgramDims, find_dim_classes
+from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.dims.classes import LeafRole
 from meshwright.program.evaluate.weight_uses import GatherSpecs
-from meshwright.program.jaxpr.equations import Var
 from meshwright.program.kernels.find_kernels import (
     NO_KERNELS,
-    Kernels,
     KernelSearch,
     find_kernels,
+    unsharded,
 )
-from meshwright.program.on_mesh.local_ops import LocalOp, find_local_ops
-from meshwright.program.on_mesh.loop_reads import LoopReads, find_loop_reads
+from meshwright.program.on_mesh.local_ops import find_local_ops
+from meshwright.program.on_mesh.loop_reads import find_loop_reads
+from meshwright.program.on_mesh.mesh_forward import ProgramLayouts
 from meshwright.program.on_mesh.sharding_constraints import (
-    activation_spec,
+    activation_layouts,
     find_constraints,
     find_model_layouts,
     find_weights,
 )
-from meshwright.program.on_mesh.shared_inputs import SharedInput, find_shared_inputs
+from meshwright.program.on_mesh.shared_inputs import find_shared_inputs
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.program.trace.traced_loss import TracedLoss
@@ -53,8 +53,8 @@ from meshwright.sharding.rules import (
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
 
 
-@dataclass(frozen=True)
-class Decision:
+@dataclass(frozen=True, kw_only=True)
+class Decision(ProgramLayouts):
     """The placement of leaves, gradients, optimizer state and activations.
 
     Attributes:
@@ -62,16 +62,10 @@ class Decision:
         optimizer: placement of the optimizer state of each step leaf.
         gradients: placement of the reduced gradient of each step leaf.
         gathers: by number, the step leaves that are gathered before use.
-        pins: layouts of activations.
-        local_ops: operations that devices run on their own samples.
-        shared_inputs: activations whose gradients several products add up.
-        loop_reads: operations that read weights in loops, and treat samples by themselves.
-        weights: variables of the program that depend on weights alone.
         batch: partition spec of a batch.
         classes: the dim classes of the program.
         tensor: the dims that the tensor axis shards.
         ignored: sharding constraints in the model that are not followed, a sentence each.
-        kernels: regions of the program that kernels evaluate.
         search: which kernels were asked for.
     """
 
@@ -79,16 +73,10 @@ class Decision:
     optimizer: tuple[Placement, ...]
     gradients: tuple[Placement, ...]
     gathers: Mapping[int, GatherSpecs]
-    pins: Mapping[Var, PartitionSpec]
-    local_ops: Mapping[Var, LocalOp]
-    shared_inputs: Mapping[Var, SharedInput]
-    loop_reads: LoopReads
-    weights: frozenset[Var]
     batch: PartitionSpec
     classes: DimClasses
     tensor: TensorChoice
     ignored: tuple[str, ...] = ()
-    kernels: Kernels = NO_KERNELS
     search: KernelSearch | None = None
 
 
@@ -121,57 +109,27 @@ def decide(
     tensor_only = tuple(placement.gathered("fsdp", "pipe") for placement in sharded)
     without_fsdp = tuple(placement.gathered("fsdp") for placement in sharded)
     axes = batch_axes(sizes)
+    layout = activation_layouts(classes, axes, tensor.sharded_dim)
+    if not axes and tensor.size == 1:
+        layout = unsharded
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
         at_rest=sharded if sharding.zero == 3 else tensor_only,
         optimizer=sharded,
         gradients=without_fsdp if sharding.zero == 1 else sharded,
         gathers=_gathers(traced.layout.step_leaves, sharded) if sharding.zero == 3 else {},
-        pins={**_pins(classes, axes, tensor), **of_model.constraints},
-        local_ops=find_local_ops(
-            classes,
-            batch_axes=axes,
-            tensor_dim=tensor.sharded_dim,
-            tensor_size=tensor.size,
-        ),
-        shared_inputs=find_shared_inputs(
-            classes, sharded=tensor.splits, batch_axes=axes, tensor_dim=tensor.sharded_dim
-        ),
+        pins={**find_constraints(classes, layout), **of_model.constraints},
+        local_ops=find_local_ops(classes, layout, axes, tensor.size),
+        shared_inputs=find_shared_inputs(classes, tensor.splits, layout),
         loop_reads=find_loop_reads(classes, axes),
         weights=find_weights(classes),
         batch=PartitionSpec(tuple(axes)) if axes else PartitionSpec(),
         classes=classes,
         tensor=tensor,
         ignored=of_model.ignored,
-        kernels=_kernels(traced, classes, axes, tensor, search),
+        kernels=find_kernels(traced, classes, layout, search) if search else NO_KERNELS,
         search=search,
     )
-
-
-def _kernels(
-    traced: TracedLoss,
-    classes: DimClasses,
-    axes: Mapping[str, int],
-    tensor: TensorChoice,
-    search: KernelSearch | None,
-) -> Kernels:
-    if search is None:
-        return NO_KERNELS
-
-    def layout(frame: ProgramDims, variable: Var) -> PartitionSpec | None:
-        if not axes and tensor.size == 1:
-            return None
-        return activation_spec(frame, variable, classes.batch, axes, tensor.sharded_dim)
-
-    return find_kernels(traced, classes, layout, search)
-
-
-def _pins(
-    classes: DimClasses, axes: Mapping[str, int], tensor: TensorChoice
-) -> dict[Var, PartitionSpec]:
-    if not axes and tensor.size == 1:
-        return {}
-    return find_constraints(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
 
 
 def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:

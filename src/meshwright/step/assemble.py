@@ -18,11 +18,11 @@ from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import Device, build_mesh
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.pipeline_report import PipelineReport, pipeline_report
-from meshwright.pipeline.place import decide_per_device, decide_stages, pipelined_loss
+from meshwright.pipeline.place import decide_per_device, pipelined_loss
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
-from meshwright.program.kernels.find_kernels import find_kernels
+from meshwright.program.kernels.find_kernels import find_kernels, unsharded
 from meshwright.program.on_mesh.mesh_forward import Forward, LocalDraws, local_forward
 from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.build_model import (
@@ -37,13 +37,14 @@ from meshwright.program.trace.replaced_jax import device_reads
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing
-from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
+from meshwright.sharding.decide import Decision, batch_axes, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
 from meshwright.step.place_batch import place_batch
 from meshwright.step.state import TrainState
 from meshwright.step.step_program import (
     StepProgram,
+    decide_program,
     kernel_search,
     per_device_program,
     planned_remat,
@@ -221,11 +222,7 @@ def assemble(
     local_program = per_device_program(loss, model_leaves, micro, plan, mesh)
     traced = program.traced
     remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
-    if program.cut is not None:
-        search = kernel_search(plan, mesh)
-        decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks, search)
-    else:
-        decision = decide(traced, plan.mesh, plan.sharding, search=kernel_search(plan, mesh))
+    decision = decide_program(program, plan, mesh)
     make_step = functools.partial(
         _step,
         program,
@@ -346,7 +343,7 @@ def _local_forward(
     remat = choose_remat(plan.sharding.remat, keep_gathered=True)
     search = kernel_search(plan, mesh)
     # A device sees only its own samples: no axis shards them again.
-    kernels = find_kernels(traced, classes, lambda frame, variable: None, search)
+    kernels = find_kernels(traced, classes, unsharded, search)
     return local_forward(traced, draws, mesh, remat, wide=wide, kernels=kernels)
 
 

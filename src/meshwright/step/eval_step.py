@@ -12,18 +12,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright.compiled.compile_program import compile_program
 from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchanges import check_exchanges
-from meshwright.pipeline.place import decide_stages, pipelined_forward
+from meshwright.pipeline.place import pipelined_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.trace.layout import Layout
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_function
 from meshwright.runtime.activity import activity
-from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled, set_eval_mode
 from meshwright.step.place_batch import split_strided
 from meshwright.step.step_program import (
     StepProgram,
-    kernel_search,
+    decide_program,
     planned_forward,
     planned_remat,
     step_program,
@@ -143,16 +142,14 @@ _Place = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
 def _on_mesh(assembled: Assembled, program: StepProgram) -> tuple[Forward, _Place]:
     """Return a program on the mesh, and how leaves and batches are laid out for it."""
     plan, traced = assembled.plan, program.traced
-    search = kernel_search(plan, assembled.mesh)
-    decision = decide(traced, plan.mesh, plan.sharding, search=search)
+    decision = decide_program(program, plan, assembled.mesh)
     forward = planned_forward(traced, decision, plan, assembled.mesh)
-    translate = _Translation(assembled.traced.layout, traced.layout)
     sharding = NamedSharding(assembled.mesh, decision.batch)
 
     def place(leaves: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         # A batch that does not divide comes unsharded; a constraint may shard it unevenly.
         divided = [jax.lax.with_sharding_constraint(leaf, sharding) for leaf in batch]
-        return translate(leaves), divided
+        return _translated(assembled.traced.layout, traced.layout, leaves), divided
 
     return forward, place
 
@@ -170,36 +167,30 @@ def _unstaged(assembled: Assembled, program: StepProgram) -> Evaluate:
 def _staged(assembled: Assembled, program: StepProgram, count: int) -> Evaluate:
     plan, mesh, cut = assembled.plan, assembled.mesh, program.cut
     assert cut is not None
-    search = kernel_search(plan, mesh)
-    decision = decide_stages(cut, plan.mesh, plan.sharding, plan.num_chunks, search)
+    decision = decide_program(program, plan, mesh)
     forward = pipelined_forward(
         cut, decision, mesh, plan.num_chunks, remat=planned_remat(decision, plan)
     )
-    translate = _Translation(assembled.traced.layout, cut.traced.layout)
 
     def run(leaves: Sequence[Any], batch: Sequence[Any]) -> dict[str, Weighted]:
         microbatches = split_strided(batch, count, mesh, decision.batch)
-        losses = forward(translate(leaves), microbatches)
+        own = _translated(assembled.traced.layout, cut.traced.layout, leaves)
+        losses = forward(own, microbatches)
         return {"loss": losses.objective, **losses.metrics}
 
     return run
 
 
-class _Translation:
-    """Converts the leaves of one layout of a model into those of another."""
-
-    def __init__(self, before: Layout, after: Layout) -> None:
-        self._before, self._after = before, after
-        self._same = {(step.sources, step.rows): n for n, step in enumerate(before.step_leaves)}
-
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        canonical = self._before.to_canonical(leaves)
-        return [
-            leaves[self._same[step.sources, step.rows]]
-            if (step.sources, step.rows) in self._same
-            else step.join([canonical[source] for source in step.sources])
-            for step in self._after.step_leaves
-        ]
+def _translated(before: Layout, after: Layout, leaves: Sequence[Any]) -> list[Any]:
+    """Convert the leaves of one layout of a model into those of another."""
+    same = {(step.sources, step.rows): n for n, step in enumerate(before.step_leaves)}
+    canonical = before.to_canonical(leaves)
+    return [
+        leaves[same[step.sources, step.rows]]
+        if (step.sources, step.rows) in same
+        else step.join([canonical[source] for source in step.sources])
+        for step in after.step_leaves
+    ]
 
 
 def _in_evaluation_mode(loss: Loss) -> Loss:

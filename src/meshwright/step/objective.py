@@ -11,8 +11,8 @@ import jax
 import optax
 from jax import Array
 
-Flat = Sequence[Any]
-"""Values of the parameter leaves, in the order of the step."""
+Flat = Any
+"""Values of the parameter leaves: a list in the order of the step, or by path."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,14 @@ class Objective:
         """
 
         @jax.custom_vjp
-        def loss(params: list[Any]) -> Array:
+        def loss(params: Flat) -> Array:
             return self.evaluate(params)[0]
 
-        def forward(params: list[Any]) -> tuple[Array, list[Any]]:
-            value, gradients = self.evaluate(params)
-            return value, list(gradients)
+        def backward(gradients: Flat, cotangent: Array) -> tuple[Flat]:
+            return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients),)
 
-        def backward(gradients: list[Any], cotangent: Array) -> tuple[list[Any]]:
-            return ([g * cotangent.astype(g.dtype) for g in gradients],)
-
-        loss.defvjp(forward, backward)
-        return loss(list(params))
+        loss.defvjp(self.evaluate, backward)
+        return loss(params)
 
 
 def accepted(transformation: optax.GradientTransformation) -> tuple[str, ...]:

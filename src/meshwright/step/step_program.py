@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from meshwright.errors import Setting, UserError
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
+from meshwright.pipeline.place import decide_stages
 from meshwright.plan import Plan
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims.sample_mean import check_mean
@@ -21,7 +22,7 @@ from meshwright.program.on_mesh.remat import Remat, choose_remat
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
-from meshwright.sharding.decide import Decision, batch_axes, dim_classes
+from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.trees import Batch, divide_batch, resize_batch
 
 
@@ -89,7 +90,8 @@ def per_device_program(
     if not axes:
         return None
     if plan.batch.sync_gradients_every == 1:
-        if sends_through_gloo(mesh) and _only_copies(plan):
+        whole_model_everywhere = math.prod(plan.mesh.values()) == plan.size("data")
+        if sends_through_gloo(mesh) and whole_model_everywhere:
             return _if_possible(loss, model_leaves, micro, plan)
         return None
     if plan.sharding.zero > 1 and "fsdp" in axes:
@@ -109,11 +111,6 @@ def sends_through_gloo(mesh: Mesh) -> bool:
     It pays to send all of them as one array, for which each device has to compute its own.
     """
     return mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
-
-
-def _only_copies(plan: Plan) -> bool:
-    """Whether every device has the whole model."""
-    return math.prod(plan.mesh.values()) == plan.size("data")
 
 
 def _if_possible(
@@ -155,18 +152,8 @@ def forward_on(
 ) -> Forward:
     """Return the loss on a mesh with the decided placements and this rematerialization."""
     whole = [placement.without("fsdp") for placement in decision.at_rest]
-    evaluator = mesh_evaluator(
-        view,
-        weight_uses(traced, decision.gathers, whole),
-        remat,
-        wide=wide,
-        constraints=decision.pins,
-        local_ops=decision.local_ops,
-        shared_inputs=decision.shared_inputs,
-        loop_reads=decision.loop_reads,
-        weight_only=decision.weights,
-        kernels=decision.kernels,
-    )
+    uses = weight_uses(traced, decision.gathers, whole)
+    evaluator = mesh_evaluator(view, uses, remat, decision, wide=wide)
     return Forward(traced, evaluator, remat)
 
 
@@ -179,6 +166,14 @@ def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
         # gradients of query, key and value before it reduces them.
         rows=plan.size("tensor") == 1,
     )
+
+
+def decide_program(program: StepProgram, plan: Plan, mesh: Mesh) -> Decision:
+    """Decide how the plan places a program, on the whole mesh or in its stages."""
+    search = kernel_search(plan, mesh)
+    if program.cut is None:
+        return decide(program.traced, plan.mesh, plan.sharding, search=search)
+    return decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks, search)
 
 
 def planned_remat(decision: Decision, plan: Plan) -> Remat:

@@ -91,13 +91,14 @@ def test_every_form_equals_the_plain_program():
 
 
 def test_a_constant_is_traced_once_and_its_bytes_are_not_kept(monkeypatch):
-    traced, known, close = [], {}, surroundings._Program.close
+    traced, known, make = [], {}, surroundings.Scope._make_constant
 
-    def count(program, variable):
-        traced.append(variable)
-        return close(program, variable)
+    def count(scope, variable):
+        program = make(scope, variable)
+        traced.extend([] if program is None else [variable])
+        return program
 
-    monkeypatch.setattr(surroundings._Program, "close", count)
+    monkeypatch.setattr(surroundings.Scope, "_make_constant", count)
     monkeypatch.setattr(masks, "_known", known)
     assembled(build(["another_numpy_mask", "grouped"]), loss, batch(), "xla")
     assert len(traced) == len(set(traced)) > 0

@@ -11,7 +11,8 @@ from math import inf
 from meshwright.errors import UserError
 from meshwright.pipeline.schedule.operations import Shape, Times
 from meshwright.pipeline.schedule.schedules import Schedule
-from meshwright.pipeline.schedule.timeline import Timeline, simulate
+from meshwright.pipeline.schedule.timeline import simulate
+from meshwright.pipeline.schedule.timeline_drawing import Timeline
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[range]:

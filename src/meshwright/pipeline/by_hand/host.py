@@ -1,4 +1,4 @@
-"""The host-driven executor: the host starts each stage's own programs in schedule order."""
+"""Running a batch from the host, which starts each stage's own programs in schedule order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from meshwright.mesh.build import Device
 from meshwright.pipeline.by_hand.stage_programs import StageCall, StagePrograms
 from meshwright.pipeline.execute.stage_records import MessageSplit
-from meshwright.pipeline.schedule.operations import Kind, Op, Shape
+from meshwright.pipeline.schedule.operations import Kind, Op
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import simulate
 from meshwright.program.trace.precision_policy import zeros_for_sums
@@ -21,40 +21,6 @@ from meshwright.trees import PyTree
 
 Place = tuple[int, int]
 """A microbatch and a virtual stage."""
-
-
-class HostExecutor:
-    """Runs a batch through stages in the order of a schedule.
-
-    Every program is dispatched after those it depends on; devices work asynchronously.
-
-    Args:
-        stages: the stages' programs, chunk by chunk.
-        schedule: the schedule.
-        outputs: for each stage, the leaves of its output that have a gradient.
-    """
-
-    def __init__(
-        self, stages: Sequence[StagePrograms], schedule: Schedule, outputs: Sequence[MessageSplit]
-    ) -> None:
-        self.stages, self.schedule, self.outputs = stages, schedule, outputs
-        self.most_kept = [0] * len(stages)
-
-    def run(
-        self,
-        params: Sequence[PyTree],
-        states: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        targets: Sequence[PyTree],
-    ) -> BatchRun:
-        """Run microbatches forward and backward, and add up their gradients."""
-        count = len(self.stages) // self.schedule.num_chunks
-        shape = self.schedule.shape(len(inputs), count)
-        timeline = simulate(self.schedule.operations(len(inputs), count), shape)
-        run = BatchRun(self, list(params), list(states), inputs, targets, shape)
-        for span in sorted(timeline.spans, key=lambda span: (span.start, span.stage)):
-            run.execute(span.op, shape.virtual(span.op, span.stage))
-        return run
 
 
 class _ForwardRecord(NamedTuple):
@@ -65,26 +31,38 @@ class _ForwardRecord(NamedTuple):
 
 
 class BatchRun:
-    """A batch that passes through the stages.
+    """A batch that passes through the stages, forward and backward.
+
+    Every program is dispatched after those it depends on; devices work asynchronously.
+
+    Args:
+        stages: the stages' programs, chunk by chunk.
+        outputs: for each stage, the leaves of its output that have a gradient.
+        params: each stage's parameters.
+        states: each stage's state.
+        inputs: the inputs of each microbatch.
+        targets: the targets of each microbatch.
 
     Attributes:
         sums: for each stage, the weighted sum of its gradients.
         totals: for each microbatch, the weighted sum of its losses.
         weights: for each microbatch, the sum of its weights.
         states: the stages' state after the last microbatch.
+        most_kept: for each stage, the largest number of microbatches in memory.
     """
 
     def __init__(
         self,
-        host: HostExecutor,
-        params: list[PyTree],
-        states: list[PyTree],
+        stages: Sequence[StagePrograms],
+        outputs: Sequence[MessageSplit],
+        params: Sequence[PyTree],
+        states: Sequence[PyTree],
         inputs: Sequence[PyTree],
         targets: Sequence[PyTree],
-        shape: Shape,
     ) -> None:
-        self.host, self.params, self.states, self.targets = host, params, states, targets
-        self.last = shape.num_virtual - 1
+        self.stages, self.outputs, self.params = stages, outputs, params
+        self.states, self.targets = list(states), targets
+        self.last = len(stages) - 1
         self.arrived: dict[Place, PyTree] = {(m, 0): x for m, x in enumerate(inputs)}
         self.gradients: dict[Place, PyTree] = {}
         self.calls: dict[Place, _ForwardRecord] = {}
@@ -92,19 +70,25 @@ class BatchRun:
         self.sums = [zeros_for_sums(p) for p in params]
         self.totals: list[Array] = []
         self.weights: list[Array] = []
+        self.most_kept = [0] * len(stages)
 
-    def execute(self, op: Op, at: int) -> None:
-        """Start one operation on one virtual stage."""
-        if op.kind is Kind.FORWARD:
-            self.forward(op.microbatch, at)
-        elif op.kind is Kind.WEIGHT_GRAD:
-            self.weight_gradient(op, at)
-        else:
-            self.backward(op, at)
+    def run(self, schedule: Schedule) -> None:
+        """Start all operations in the order of a schedule."""
+        count, microbatches = len(self.stages) // schedule.num_chunks, len(self.targets)
+        shape = schedule.shape(microbatches, count)
+        timeline = simulate(schedule.operations(microbatches, count), shape)
+        for span in sorted(timeline.spans, key=lambda span: (span.start, span.stage)):
+            at = shape.virtual(span.op, span.stage)
+            if span.op.kind is Kind.FORWARD:
+                self.forward(span.op.microbatch, at)
+            elif span.op.kind is Kind.WEIGHT_GRAD:
+                self.weight_gradient(span.op, at)
+            else:
+                self.backward(span.op, at)
 
     def forward(self, microbatch: int, at: int) -> None:
         """Start a forward pass and pass its result to the next stage."""
-        stage = self.host.stages[at]
+        stage = self.stages[at]
         target = stage.put(self.targets[microbatch]) if at == self.last else ()
         x = stage.put(self.arrived.pop((microbatch, at)))
         call = StageCall(self.states[at], x, target)
@@ -113,18 +97,18 @@ class BatchRun:
         # Later only the shapes of the call are needed, but unread arrays cost nothing.
         self.calls[microbatch, at] = _ForwardRecord(call, result.saved)
         here = sum(place[1] == at for place in self.calls)
-        self.host.most_kept[at] = max(self.host.most_kept[at], here)
+        self.most_kept[at] = max(self.most_kept[at], here)
         if at == self.last:
             self.totals.append(result.floats)
             self.weights.append(result.others)
             self.gradients[microbatch, at] = jnp.ones((), result.floats.dtype)
         else:
-            output = self.host.outputs[at].join(result.floats, result.others)
+            output = self.outputs[at].join(result.floats, result.others)
             self.arrived[microbatch, at + 1] = output
 
     def backward(self, op: Op, at: int) -> None:
         """Start a backward pass, or its input gradient alone, and pass the gradient back."""
-        stage, params, record = self.host.stages[at], self.params[at], self.forward_record(op, at)
+        stage, params, record = self.stages[at], self.params[at], self.forward_record(op, at)
         gradient = self.gradients.pop((op.microbatch, at))
         if op.kind is Kind.INPUT_GRAD:
             back, cut = stage.input_gradient(params, record.call, record.saved, gradient)
@@ -134,12 +118,12 @@ class BatchRun:
                 self.sums[at], params, record.call, record.saved, gradient
             )
         if at > 0:
-            self.gradients[op.microbatch, at - 1] = self.host.stages[at - 1].put(back)
+            self.gradients[op.microbatch, at - 1] = self.stages[at - 1].put(back)
 
     def weight_gradient(self, op: Op, at: int) -> None:
         """Start the weight gradient of an earlier input gradient."""
         record, cut = self.forward_record(op, at), self.cuts.pop((op.microbatch, at))
-        self.sums[at] = self.host.stages[at].weight_gradient(
+        self.sums[at] = self.stages[at].weight_gradient(
             self.sums[at], self.params[at], record.call, record.saved, cut
         )
 

@@ -24,7 +24,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.build import Device
 from meshwright.pipeline.by_hand import stage_checks as checks
 from meshwright.pipeline.by_hand.balance import balance, fewer_stages, timeline_of, unused_devices
-from meshwright.pipeline.by_hand.host import HostExecutor, divide_devices
+from meshwright.pipeline.by_hand.host import BatchRun, divide_devices
 from meshwright.pipeline.by_hand.layer_forms import (
     Layer,
     Part,
@@ -36,11 +36,11 @@ from meshwright.pipeline.by_hand.layer_forms import (
 )
 from meshwright.pipeline.by_hand.layers import naming_layer, read_layers
 from meshwright.pipeline.by_hand.stage_programs import Loss, StagePrograms, form_of_arrays
-from meshwright.pipeline.by_hand.updates import Updates
+from meshwright.pipeline.by_hand.updates import initial_states, update_stages
 from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
-from meshwright.pipeline.schedule.timeline import Timeline
+from meshwright.pipeline.schedule.timeline_drawing import Timeline
 from meshwright.text.units import counted, human_count
 from meshwright.trees import PyTree, resize_batch
 
@@ -150,13 +150,12 @@ class Pipeline:
         self._params = [jax.device_put(s.part.params, s.everywhere) for s in self._stages]
         self._states = [jax.device_put(s.part.state, s.everywhere) for s in self._stages]
         self._evaluate = [jax.jit(part.evaluate) for part in self._parts]
-        self._updates = Updates(self._stages)
         self.stages = [
             _report(group, part, stage.mesh, traced)
             for group, part, stage in zip(groups, self._parts, self._stages, strict=True)
         ]
-        outputs = [MessageSplit.of(traced[group[-1]].output) for group in groups]
-        self._host = HostExecutor(self._stages, self.schedule, outputs)
+        self._outputs = [MessageSplit.of(traced[group[-1]].output) for group in groups]
+        self._most_kept = [0] * len(groups)
         self._checked_forms: set[Hashable] = set()
 
     def __call__(self, x: PyTree) -> PyTree:
@@ -195,8 +194,10 @@ class Pipeline:
         count = self.num_microbatches
         inputs, expected = self._split("x", x, count), self._split("target", target, count)
         self._check_fit(inputs[0], expected[0])
-        run = self._host.run(self._params, self._states, inputs, expected)
+        run = BatchRun(self._stages, self._outputs, self._params, self._states, inputs, expected)
+        run.run(self.schedule)
         self._states = run.states
+        self._most_kept = list(map(max, self._most_kept, run.most_kept))
         weight = np.asarray(sum(run.weights[1:], start=run.weights[0]))
         weight = weight if weight else np.ones_like(weight)
         scaled = jax.tree.map(
@@ -207,7 +208,7 @@ class Pipeline:
     def init(self, optimizer: optax.GradientTransformation) -> list[PyTree]:
         """Return an optax optimizer's state for each stage, on the stage's devices."""
         check_optimizer(optimizer)
-        return self._updates.init(optimizer, self._params)
+        return initial_states(optimizer, self._stages, self._params)
 
     def update(
         self,
@@ -233,9 +234,8 @@ class Pipeline:
         checks.check_untraced(states=states)
         checks.check_unused(states)
         loss, gradients = self.loss_and_gradients(x, target)
-        factor = self._updates.factor(gradients, clip_norm)
-        self._params, after = self._updates.apply(
-            optimizer, gradients, states, self._params, factor
+        self._params, after = update_stages(
+            optimizer, self._stages, gradients, states, self._params, clip_norm
         )
         return loss, after
 
@@ -289,7 +289,7 @@ class Pipeline:
     @property
     def most_kept(self) -> list[int]:
         """The largest number of microbatches in memory so far, by stage and chunk."""
-        return list(self._host.most_kept)
+        return list(self._most_kept)
 
     def __repr__(self) -> str:
         chunks = self.schedule.num_chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,62 +20,57 @@ Scalar = np.generic | NDArray[np.generic]
 """One number on the host."""
 
 
-class Updates:
-    """Runs an optimizer on each stage.
+def initial_states(
+    optimizer: optax.GradientTransformation,
+    stages: Sequence[StagePrograms],
+    params: Sequence[PyTree],
+) -> list[PyTree]:
+    """Return the optimizer's state for each stage, on its devices."""
 
-    Args:
-        stages: the stages, whose devices hold their share of the optimizer's state.
+    def start(stage_params: PyTree) -> PyTree:
+        return _copied(optimizer.init(stage_params))
+
+    pairs = zip(stages, params, strict=True)
+    return [jax.jit(start, out_shardings=stage.everywhere)(own) for stage, own in pairs]
+
+
+def update_stages(
+    optimizer: optax.GradientTransformation,
+    stages: Sequence[StagePrograms],
+    gradients: Sequence[PyTree],
+    states: Sequence[PyTree],
+    params: Sequence[PyTree],
+    clip_norm: float | None,
+) -> tuple[list[PyTree], list[PyTree]]:
+    """Return (parameters, states) after an update.
+
+    The norm of the gradients of all stages together is limited to ``clip_norm``.
     """
-
-    def __init__(self, stages: Sequence[StagePrograms]) -> None:
-        self._stages = stages
-        self._squares = jax.jit(_sum_of_squares)
-        # Gradients and states are donated; the user may still read the parameters.
-        self._step = jax.jit(_update, static_argnums=0, donate_argnums=(1, 2))
-
-    def init(
-        self, optimizer: optax.GradientTransformation, params: Sequence[PyTree]
-    ) -> list[PyTree]:
-        """Return the optimizer's state for each stage, on its devices."""
-        pairs = zip(self._stages, params, strict=True)
-
-        def start(stage_params: PyTree) -> PyTree:
-            return _copied(optimizer.init(stage_params))
-
-        return [jax.jit(start, out_shardings=stage.everywhere)(own) for stage, own in pairs]
-
-    def factor(self, gradients: Sequence[PyTree], clip_norm: float | None) -> Scalar:
-        """Return the factor that limits the norm of all gradients together to ``clip_norm``."""
-        if clip_norm is None:
-            return np.float32(1)
-        squares = [self._squares(own) for own in gradients]
-        norm = np.sqrt(sum(np.asarray(each) for each in squares))
-        return np.minimum(1, clip_norm / np.maximum(norm, np.finfo(np.float32).tiny))
-
-    def apply(
-        self,
-        optimizer: optax.GradientTransformation,
-        gradients: Sequence[PyTree],
-        states: Sequence[PyTree],
-        params: Sequence[PyTree],
-        factor: Scalar,
-    ) -> tuple[list[PyTree], list[PyTree]]:
-        """Return (parameters, states) after an update."""
-        updated: list[tuple[PyTree, PyTree]] = []
-        each = zip(self._stages, gradients, states, params, strict=True)
-        for stage, own, state, before in each:
-            state = jax.device_put(state, stage.everywhere)
-            try:
-                updated.append(self._step(optimizer, own, state, before, factor))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise UserError(
-                    "the optimizer cannot update the parameters",
-                    why=typed_line(error),
-                    fix="pass the states that pipeline.init(optimizer) or the last update returned",
-                ) from error
-        return [after for after, _ in updated], [state for _, state in updated]
+    factor = _clip_factor(gradients, clip_norm)
+    updated: list[tuple[PyTree, PyTree]] = []
+    for stage, own, state, before in zip(stages, gradients, states, params, strict=True):
+        state = jax.device_put(state, stage.everywhere)
+        try:
+            updated.append(_update(optimizer, own, state, before, factor))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                "the optimizer cannot update the parameters",
+                why=typed_line(error),
+                fix="pass the states that pipeline.init(optimizer) or the last update returned",
+            ) from error
+    return [after for after, _ in updated], [state for _, state in updated]
 
 
+def _clip_factor(gradients: Sequence[PyTree], clip_norm: float | None) -> Scalar:
+    if clip_norm is None:
+        return np.float32(1)
+    squares = [_sum_of_squares(own) for own in gradients]
+    norm = np.sqrt(sum(np.asarray(each) for each in squares))
+    return np.minimum(1, clip_norm / np.maximum(norm, np.finfo(np.float32).tiny))
+
+
+# Gradients and states are donated; the user may still read the parameters.
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _update(
     optimizer: optax.GradientTransformation,
     gradients: PyTree,
@@ -92,6 +88,7 @@ def _copied(state: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, state)
 
 
+@jax.jit
 def _sum_of_squares(gradients: PyTree) -> Array:
     # At least 32 bits: a sum of squares soon overflows 16 bits.
     squares = [

@@ -62,17 +62,20 @@ class BlockScan:
 
 
 @dataclass(frozen=True)
-class BlockStack:
-    """A step leaf that holds one row for each block.
+class CutLeaf:
+    """A step leaf: outside the blocks, or with one row for each block.
 
     Attributes:
         number: number of the step leaf.
+        variable: its variable in the program.
         step: the step leaf.
         kind: whether it is trained, constant, or replaced by every forward pass.
-        result: for a changing one, the position of the scan's result that replaces it.
+        result: for a changing one of the blocks, the position of the scan's result that replaces
+            it.
     """
 
     number: int
+    variable: Var
     step: StepLeaf
     kind: LeafKind
     result: int | None = None
@@ -84,43 +87,18 @@ class BlockStack:
 
 
 @dataclass(frozen=True)
-class LayeredInput:
-    """An input of the scan with one row per block.
+class StackedInput:
+    """A layered input of the scan that is a step leaf, or the cast of one.
 
     Attributes:
         position: its position among the scan's layered inputs.
-        atom: the atom that the scan reads.
-        stack: the step leaf behind it; None if it is computed before the blocks.
+        atom: the variable that the scan reads.
+        stack: the step leaf.
     """
 
     position: int
-    atom: Atom
-    stack: BlockStack | None
-
-
-@dataclass(frozen=True)
-class StackedInput(LayeredInput):
-    """A layered input that is a step leaf, or the cast of one."""
-
     atom: Var
-    stack: BlockStack
-
-
-@dataclass(frozen=True)
-class OuterLeaf:
-    """A step leaf outside the blocks.
-
-    Attributes:
-        number: number of the step leaf.
-        variable: its variable in the program.
-        step: the step leaf.
-        kind: whether it is trained, constant, or changed from microbatch to microbatch.
-    """
-
-    number: int
-    variable: Var
-    step: StepLeaf
-    kind: LeafKind
+    stack: CutLeaf
 
 
 @dataclass(frozen=True)
@@ -135,25 +113,12 @@ class Region:
 
     outputs: tuple[Atom, ...]
     eqns: tuple[Equation, ...]
-    reads: tuple[OuterLeaf, ...]
+    reads: tuple[CutLeaf, ...]
 
     @property
-    def weights(self) -> list[OuterLeaf]:
+    def weights(self) -> list[CutLeaf]:
         """The trained leaves among those it reads."""
         return [leaf for leaf in self.reads if leaf.kind == "weight"]
-
-
-@dataclass(frozen=True)
-class BlockResult:
-    """A per-block result of the scan that is read after the blocks.
-
-    Attributes:
-        position: its position among the scan's results.
-        variable: its variable in the program.
-    """
-
-    position: int
-    variable: Var
 
 
 @dataclass(frozen=True)
@@ -178,9 +143,9 @@ class BlockCut:
         position: number of that scan among the program's equations.
         scan: the scan over the blocks.
         stacks: the step leaves that hold the blocks, by number.
-        layered: the inputs with one row per block, in the scan's order.
+        stacked: the inputs of the scan that are such leaves, in the scan's order.
         outer: the other step leaves, by number.
-        collected: results of blocks that are read after them.
+        collected: positions of the scan's results that are read after the blocks.
         embedding: from the batch to the input of the first block.
         shared: values that blocks of every stage read; every stage computes them itself.
         head: from the output of the last block to totals and weights.
@@ -190,10 +155,10 @@ class BlockCut:
     traced: TracedLoss
     position: int
     scan: BlockScan
-    stacks: tuple[BlockStack, ...]
-    layered: tuple[LayeredInput, ...]
-    outer: tuple[OuterLeaf, ...]
-    collected: tuple[BlockResult, ...]
+    stacks: tuple[CutLeaf, ...]
+    stacked: tuple[StackedInput, ...]
+    outer: tuple[CutLeaf, ...]
+    collected: tuple[int, ...]
     embedding: Region
     shared: Region
     head: Region
@@ -215,16 +180,16 @@ class BlockCut:
         return self.jaxpr.invars[len(self.traced.layout.step_leaves) :]
 
     @cached_property
-    def computed(self) -> list[LayeredInput]:
-        """The layered inputs that are computed before the blocks."""
-        return [layered for layered in self.layered if layered.stack is None]
+    def computed(self) -> dict[int, Atom]:
+        """The layered inputs of the scan that are computed before the blocks, by position."""
+        stacked = {row.position for row in self.stacked}
+        return {n: atom for n, atom in enumerate(self.scan.layered) if n not in stacked}
 
     def inputs_of(self, kind: LeafKind) -> list[StackedInput]:
         """Return the layered inputs whose stacks are of a kind."""
-        stacked = [layered for layered in self.layered if isinstance(layered, StackedInput)]
-        return [layered for layered in stacked if layered.stack.kind == kind]
+        return [row for row in self.stacked if row.stack.kind == kind]
 
-    def outer_of(self, kind: LeafKind) -> list[OuterLeaf]:
+    def outer_of(self, kind: LeafKind) -> list[CutLeaf]:
         """Return the leaves outside the blocks that are of a kind."""
         return [leaf for leaf in self.outer if leaf.kind == kind]
 
@@ -233,7 +198,7 @@ _BLOCKS = re.compile(r"([^.]+\.)*?[^.]*(\*|\d+n(\+\d+)?)(?=\.|$)")
 """The path of blocks within that of a stack."""
 
 
-def path_of_blocks(stacks: Sequence[BlockStack]) -> str:
+def path_of_blocks(stacks: Sequence[CutLeaf]) -> str:
     """Return the path of blocks: ``blocks.*``, ``layers.2n`` for pairs; empty if unknown."""
     matches = (_BLOCKS.match(stack.path) for stack in stacks)
     return next((match[0] for match in matches if match), "")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.errors import Setting, UserError
 from meshwright.pipeline.divide.block_cut import (
     BlockCut,
-    BlockResult,
     BlockScan,
-    BlockStack,
-    LayeredInput,
+    CutLeaf,
     NextState,
-    OuterLeaf,
     Region,
     StackedInput,
     path_of_blocks,
@@ -89,8 +86,8 @@ class _Cutter:
     def cut(self) -> BlockCut:
         """Return the cut."""
         stacked = set(self.stack_of.values())
-        outer = tuple(self.outer_leaf(n) for n in range(len(self.steps)) if n not in stacked)
-        layered = enumerate(self.scan.layered)
+        outer = tuple(self.leaf(n) for n in range(len(self.steps)) if n not in stacked)
+        layered = list(enumerate(self.scan.layered))
         computed = [atom for position, atom in layered if position not in self.stack_of]
         embedding, shared, head = (
             self.region(wanted, outer)
@@ -102,7 +99,11 @@ class _Cutter:
             self.position,
             self.scan,
             stacks=tuple(stacks.values()),
-            layered=self.layered_inputs(stacks),
+            stacked=tuple(
+                StackedInput(position, atom, stacks[self.stack_of[position]])
+                for position, atom in layered
+                if position in self.stack_of and not isinstance(atom, Literal)
+            ),
             outer=outer,
             collected=self.collected(),
             embedding=embedding,
@@ -111,14 +112,14 @@ class _Cutter:
             next_state=self.next_state(outer),
         )
 
-    def outer_leaf(self, number: int) -> OuterLeaf:
+    def leaf(self, number: int) -> CutLeaf:
         step, variable = self.steps[number], self.jaxpr.invars[number]
         if step.leaf.role == "param":
-            return OuterLeaf(number, variable, step, "weight")
+            return CutLeaf(number, variable, step, "weight")
         changes = self.next_values[number] is not variable
-        return OuterLeaf(number, variable, step, "changing" if changes else "fixed")
+        return CutLeaf(number, variable, step, "changing" if changes else "fixed")
 
-    def region(self, wanted: Sequence[Atom], outer: Sequence[OuterLeaf]) -> Region:
+    def region(self, wanted: Sequence[Atom], outer: Sequence[CutLeaf]) -> Region:
         """Return the region that computes these values; it must not read leaves of the blocks."""
         eqns = needed_equations(self.around, wanted)
         read = inputs_of(eqns, wanted)
@@ -136,32 +137,21 @@ class _Cutter:
         what = f"`{leaf.path}` {list(leaf.shape)} is also read outside the blocks{where}"
         return _cannot_cut(what, self.traced)
 
-    def stack(self, number: int) -> BlockStack:
-        step = self.steps[number]
-        if step.leaf.role == "param":
-            return BlockStack(number, step, "weight")
+    def stack(self, number: int) -> CutLeaf:
+        leaf = self.leaf(number)
+        if leaf.kind != "changing":
+            return leaf
         after = self.next_values[number]
-        if after is self.jaxpr.invars[number]:
-            return BlockStack(number, step, "fixed")
         if isinstance(after, Literal) or after not in self.scan.results:
-            what = f"`{step.leaf.path}` is changed outside the blocks"
+            what = f"`{leaf.path}` is changed outside the blocks"
             raise _cannot_cut(what, self.traced)
-        return BlockStack(number, step, "changing", self.scan.results.index(after))
+        return replace(leaf, result=self.scan.results.index(after))
 
-    def layered_inputs(self, stacks: Mapping[int, BlockStack]) -> tuple[LayeredInput, ...]:
-        return tuple(
-            StackedInput(position, atom, stacks[self.stack_of[position]])
-            if position in self.stack_of and not isinstance(atom, Literal)
-            else LayeredInput(position, atom, None)
-            for position, atom in enumerate(self.scan.layered)
-        )
-
-    def collected(self) -> tuple[BlockResult, ...]:
+    def collected(self) -> tuple[int, ...]:
         read = inputs_of(self.around, self.losses)
-        results = (BlockResult(*result) for result in enumerate(self.scan.results))
-        return tuple(result for result in results if result.variable in read)
+        return tuple(n for n, result in enumerate(self.scan.results) if result in read)
 
-    def next_state(self, outer: Sequence[OuterLeaf]) -> NextState | None:
+    def next_state(self, outer: Sequence[CutLeaf]) -> NextState | None:
         """Return the program that updates the state outside the blocks.
 
         Microbatches overlap in a pipeline: the next one starts before this one ends, so its state

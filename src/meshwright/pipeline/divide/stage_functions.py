@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,6 +111,10 @@ class StageValues:
     changing: BlockRow
     outer: LeafValues
     microbatches: Microbatch
+
+    def pick(self, numbers: Sequence[int]) -> LeafValues:
+        """Return the outer weights with these numbers."""
+        return {n: self.outer[n] for n in numbers}
 
 
 @jax.tree_util.register_dataclass

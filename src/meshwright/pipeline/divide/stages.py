@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,9 +30,13 @@ from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import GatherSpecs, WeightUse
 from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
-from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.layer_scans import LayerScans, shared_weights
-from meshwright.program.on_mesh.mesh_forward import LocalDraws, mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.mesh_forward import (
+    LocalDraws,
+    ProgramLayouts,
+    mesh_evaluator,
+    weight_uses,
+)
 from meshwright.program.on_mesh.remat import Remat
 
 
@@ -42,22 +46,18 @@ class StageContext:
 
     Attributes:
         mesh: the mesh.
-        pins: layouts of activations.
-        weights: variables that depend on weights alone.
+        layouts: what is known of the program's variables on one stage.
         gathers: by number of the step leaf, the layouts of weights sharded over fsdp, on one stage.
         whole: by number of the step leaf, its layout when gathered, on one stage.
-        kernels: regions that kernels evaluate.
         remat: what blocks save for their backward pass.
         wide: compute in float64.
         draws: the random draws of a loss of one device's samples; None for one of all samples.
     """
 
     mesh: Mesh
-    pins: Mapping[Var, PartitionSpec]
-    weights: Collection[Var]
+    layouts: ProgramLayouts
     gathers: Mapping[int, GatherSpecs]
     whole: Sequence[PartitionSpec]
-    kernels: Kernels
     remat: Remat
     wide: bool
     draws: LocalDraws | None = None
@@ -139,7 +139,7 @@ class Stages:
             env = self._environment(frozen, outer, microbatch)
             num_carry = len(cut.scan.final)
             env.values.update(zip(cut.scan.final, message[:num_carry], strict=True))
-            results = [result.variable for result in cut.collected]
+            results = [cut.scan.results[n] for n in cut.collected]
             env.values.update(zip(results, message[num_carry:], strict=True))
             self._evaluator.equations(cut.head.eqns, env)
             outputs = [jnp.asarray(env.read(atom)) for atom in cut.head.outputs]
@@ -150,7 +150,7 @@ class Stages:
             env = self._environment(frozen, inputs.outer, inputs.microbatch)
             self._evaluator.equations(cut.shared.eqns, env)
             body = LayerScans(self.where.remat).body(cut.scan.eqn, self._constants(env), env)
-            computed = {row.position: jnp.asarray(env.read(row.atom)) for row in cut.computed}
+            computed = {n: jnp.asarray(env.read(atom)) for n, atom in cut.computed.items()}
             return self._run_blocks(body, inputs, computed)
 
         return StageFunctions(
@@ -173,8 +173,8 @@ class Stages:
             for position, values in computed.items():
                 row[position] = lax.dynamic_index_in_dim(values, number, 0, keepdims=False)
             before = [*carry, *collected]
-            carry, results = body(carry, [row[layered.position] for layered in self.cut.layered])
-            wanted = [results[result.position] for result in self.cut.collected]
+            carry, results = body(carry, [row[n] for n in range(len(self.cut.scan.layered))])
+            wanted = [results[n] for n in self.cut.collected]
             collected = [
                 lax.dynamic_update_index_in_dim(buffer, result, number, 0)
                 for buffer, result in zip(collected, wanted, strict=True)
@@ -205,7 +205,7 @@ class Stages:
     def _no_results(self, carry: Sequence[Array]) -> Message:
         """Return empty arrays for the per-block results that are read after the blocks."""
         wide = any(a.dtype == jnp.float64 for a in carry)
-        shapes = [aval_of(result.variable) for result in self.cut.collected]
+        shapes = [aval_of(self.cut.scan.results[n]) for n in self.cut.collected]
         return [
             jnp.zeros(a.shape, jnp.float64 if wide and is_narrow(a) else a.dtype) for a in shapes
         ]
@@ -236,10 +236,8 @@ class Stages:
             mesh,
             self.uses,
             where.remat,
+            where.layouts,
             wide=where.wide,
-            constraints=where.pins,
-            weight_only=where.weights,
-            kernels=where.kernels,
             first=[*draws, WithinStage(mesh)],
         )
 

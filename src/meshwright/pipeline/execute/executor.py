@@ -13,7 +13,6 @@ from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.stage_functions import (
     BlockRow,
     LeafValues,
-    Losses,
     Message,
     StageFunctions,
     StageSums,
@@ -29,7 +28,7 @@ from meshwright.pipeline.execute.slots import (
     write_slot,
     zeros_like_shapes,
 )
-from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockWeights
+from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockWeights, HeadGradient
 from meshwright.pipeline.execute.stage_work import StageWork
 from meshwright.pipeline.execute.tick_rows import TickOp, named, packed
 from meshwright.pipeline.schedule.operations import Shape
@@ -61,22 +60,12 @@ class TickCarry:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _HeadSums:
-    """What the head adds to: losses, its weights' sums, and the gradients that wait."""
-
-    losses: Losses
-    outer: LeafValues
-    gradients: BackwardMessage
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class _AfterForward:
     """What a forward pass changes; the head's part only if the head is nested in it."""
 
     saved: list[Array]
     changing: BlockRow
-    head: _HeadSums | None
+    head: HeadGradient | None
 
 
 class StageExecutor:
@@ -160,7 +149,7 @@ class StageExecutor:
         def run(now: tuple[_AfterForward, Message]) -> tuple[_AfterForward, Message]:
             after, _ = now
             microbatch = work.microbatch(op.microbatch)
-            outer = work.outer(self.functions.embed_reads)
+            outer = work.values.pick(self.functions.embed_reads)
             message = lax.cond(
                 op.reads < 0,
                 # The compiler refuses branches whose results are sharded differently.
@@ -170,9 +159,9 @@ class StageExecutor:
                 ),
                 lambda: read_slot(carry.inbox, op.reads),
             )
-            result = work.forward(message, after.changing, op.chunk, microbatch, row.stage)
+            result, kept = work.forward(message, after.changing, op.chunk, microbatch, row.stage)
             changing = work.put_rows(after.changing, result.changing, op.chunk)
-            saved = write_slot(after.saved, result.saved, op.saved)
+            saved = write_slot(after.saved, kept, op.saved)
             after = replace(after, saved=saved, changing=changing)
             if after.head is not None:
                 after = replace(after, head=self._head(after.head, result.message, row))
@@ -180,7 +169,7 @@ class StageExecutor:
 
         sums = carry.sums
         outer = {n: sums.outer[n] for n in self.functions.head_reads}
-        head = _HeadSums(sums.losses, outer, carry.gradients)
+        head = HeadGradient(sums.losses, outer, carry.gradients)
         before = _AfterForward(carry.saved, sums.changing, head if self._nests else None)
         # Without a forward pass, no stage reads the message.
         after, message = self.order.when(
@@ -193,18 +182,18 @@ class StageExecutor:
         sums = replace(
             sums, changing=after.changing, losses=head.losses, outer=sums.outer | head.outer
         )
-        return replace(carry, saved=after.saved, gradients=head.gradients, sums=sums), message
+        return replace(carry, saved=after.saved, gradients=head.back, sums=sums), message
 
-    def _head(self, sums: _HeadSums, message: Message, row: TickRow) -> _HeadSums:
+    def _head(self, sums: HeadGradient, message: Message, row: TickRow) -> HeadGradient:
         """After the last block, evaluate the loss and its gradient."""
         slot = row.gradient_own
 
-        def run(sums: _HeadSums) -> _HeadSums:
+        def run(sums: HeadGradient) -> HeadGradient:
             head = self.work.head_gradient(message, row.forward.microbatch)
-            return _HeadSums(
+            return HeadGradient(
                 jax.tree.map(jnp.add, sums.losses, head.losses),
                 added(sums.outer, head.outer, head.back.weight),
-                write_slot(sums.gradients, head.back, slot),
+                write_slot(sums.back, head.back, slot),
             )
 
         return self.order.when(TickOp.HEAD, slot >= 0, run, sums)

@@ -177,11 +177,11 @@ class _StageForward:
 
     def embed(self, microbatch: Microbatch) -> Message:
         """Return the input of the first virtual stage."""
-        return self.functions.embed(self._pick(self.functions.embed_reads), microbatch)
+        return self.functions.embed(self.values.pick(self.functions.embed_reads), microbatch)
 
     def losses(self, message: Message, microbatch: Microbatch) -> Losses:
         """Return the losses of a microbatch that has passed all blocks."""
-        return self.functions.head(self._pick(self.functions.head_reads), message, microbatch)
+        return self.functions.head(self.values.pick(self.functions.head_reads), message, microbatch)
 
     def blocks(
         self, arrived: Message, microbatch: Microbatch, chunk: Array, virtual_stage: Array
@@ -197,7 +197,7 @@ class _StageForward:
             self._rows(stacks, chunk)
             for stacks in (self.values.weights, self.values.fixed, self.values.changing)
         )
-        outer = self._pick(self.functions.blocks_read)
+        outer = self.values.pick(self.functions.blocks_read)
         inputs = BlockInputs(weights, fixed, changing, outer, message, microbatch, virtual_stage)
         return self.functions.blocks(inputs).message
 
@@ -209,9 +209,6 @@ class _StageForward:
             }
             for block in range(self.num_blocks)
         ]
-
-    def _pick(self, numbers: Sequence[int]) -> LeafValues:
-        return {n: self.values.outer[n] for n in numbers}
 
 
 def _forward_rows(table: TickTable) -> ForwardRow:

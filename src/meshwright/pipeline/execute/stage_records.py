@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -13,7 +12,6 @@ from meshwright.pipeline.divide.stage_functions import (
     BlockRow,
     LeafValues,
     Losses,
-    Message,
     Microbatch,
 )
 from meshwright.pipeline.execute.slots import is_float
@@ -102,16 +100,13 @@ class CallInputs:
     virtual_stage: Array
 
 
-class ChunkResult(NamedTuple):
-    """The results of a chunk's forward pass: message, saved values for backward, and new state."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadGradient:
+    """The losses of a microbatch, gradients of the head's weights, and of its input; or their sums.
 
-    message: Message
-    saved: list[Array]
-    changing: list[BlockRow]
-
-
-class HeadGradient(NamedTuple):
-    """The losses of a microbatch, gradients of the head's weights, and of its input."""
+    To sums belong the slots of the gradients that wait.
+    """
 
     losses: Losses
     outer: LeafValues

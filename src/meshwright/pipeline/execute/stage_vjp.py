@@ -65,13 +65,6 @@ class ForwardValues:
     saved: list[Array]
 
 
-class _Trees(NamedTuple):
-    """How the results of the forward program are nested, and the pullback after them."""
-
-    results: TreeDef
-    pullback: TreeDef
-
-
 class StageVJP:
     """A function whose backward runs later, from saved values, at once or in two halves.
 
@@ -90,8 +83,8 @@ class StageVJP:
 
     def __init__(self, function: Function, held: HeldValues, x: PyTree, others: PyTree) -> None:
         weights, fixed, _ = held
-        self._forward, trees = _trace_forward(function, weights, fixed, x, others)
-        self._results, self._num_results = trees.results, trees.results.num_leaves
+        self._forward, self._results, pullback = _trace_forward(function, weights, fixed, x, others)
+        self._num_results = self._results.num_leaves
         jaxpr = self._forward.jaxpr
         # The inputs that are the same in forward and backward come first.
         self._constant_tree = jax.tree.structure((weights, fixed))
@@ -101,7 +94,7 @@ class StageVJP:
         self._saved = least_saved(jaxpr.eqns, jaxpr.invars[self._num_constant :], residuals)
         self._recomputed = needed_equations(jaxpr.eqns, residuals, given=self._saved)
         y, _ = jax.tree.unflatten(self._results, structs_of(jaxpr.outvars[: self._num_results]))
-        self._backward = self._trace_backward(trees.pullback, y)
+        self._backward = self._trace_backward(pullback, y)
         self._weights_tree = jax.tree.structure(weights)
         self._x_tree = jax.tree.structure(x)
 
@@ -213,9 +206,9 @@ def _evaluator(held: HeldValues) -> Evaluator:
 
 def _trace_forward(
     function: Function, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree
-) -> tuple[ClosedJaxpr, _Trees]:
-    """Return the program of results and residuals, and how both are nested."""
-    trees: list[_Trees] = []
+) -> tuple[ClosedJaxpr, TreeDef, TreeDef]:
+    """Return the program of results and residuals, and how the results and the pullback nest."""
+    trees: list[tuple[TreeDef, TreeDef]] = []
 
     def run(weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree) -> list[Array]:
         y, pullback, further = jax.vjp(
@@ -224,11 +217,11 @@ def _trace_forward(
         # A pullback is a pytree whose leaves are its residuals.
         residuals, pullback_tree = jax.tree.flatten(pullback)
         results, results_tree = jax.tree.flatten((y, further))
-        trees.append(_Trees(results_tree, pullback_tree))
+        trees.append((results_tree, pullback_tree))
         return [*results, *residuals]
 
     closed = jax.make_jaxpr(run)(weights, fixed, x, others)
-    return inlined(closed, []), trees[-1]
+    return inlined(closed, []), *trees[-1]
 
 
 _CAST = "convert_element_type"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax import Array, lax
 
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
+    BlockOutputs,
     BlockRow,
     LeafValues,
     Losses,
@@ -26,7 +26,6 @@ from meshwright.pipeline.execute.stage_records import (
     BackwardMessage,
     BlockWeights,
     CallInputs,
-    ChunkResult,
     HeadGradient,
     MessageSplit,
 )
@@ -93,10 +92,6 @@ class StageWork:
             self.values.microbatches,
         )
 
-    def outer(self, numbers: Sequence[int]) -> LeafValues:
-        """Return the outer weights with these numbers."""
-        return {n: self.values.outer[n] for n in numbers}
-
     def held(self, chunk: Array) -> HeldValues:
         """Return the values that both forward and backward of a chunk read."""
         return HeldValues(*self._constant(self.values, chunk), self._constant(self._casts, chunk))
@@ -108,12 +103,12 @@ class StageWork:
         chunk: Array,
         microbatch: Microbatch,
         stage: Array,
-    ) -> ChunkResult:
-        """Run a chunk's blocks."""
+    ) -> tuple[BlockOutputs, list[Array]]:
+        """Run a chunk's blocks; also return what backward needs of it."""
         floats, inputs = self._operands(message, changing, chunk, microbatch, stage)
         result = self.vjp.forward(self.held(chunk), floats, inputs)
         others, rows = result.further
-        return ChunkResult(self.split.join(result.y, others), result.saved, rows)
+        return BlockOutputs(self.split.join(result.y, others), rows), result.saved
 
     def head_gradient(self, message: Message, number: Array) -> HeadGradient:
         """Return the losses of a microbatch after the last block, and their gradients."""
@@ -124,7 +119,7 @@ class StageWork:
             losses = self.functions.head(outer, self.split.join(floats, others), microbatch)
             return losses.objective.mean, losses
 
-        outer = self.outer(self.functions.head_reads)
+        outer = self.values.pick(self.functions.head_reads)
         value, pullback, losses = jax.vjp(mean, outer, floats, has_aux=True)
         weight = losses.objective.weight.astype(value.dtype)
         start = weight if self.scale is None else self.scale.astype(value.dtype)
@@ -157,7 +152,7 @@ class StageWork:
         microbatch = self.microbatch(number)
         _, pullback = jax.vjp(
             lambda outer: self.split.split(self.functions.embed(outer, microbatch))[0],
-            self.outer(self.functions.embed_reads),
+            self.values.pick(self.functions.embed_reads),
         )
         (gradients,) = pullback(back.values)
         return gradients
@@ -235,7 +230,7 @@ class StageWork:
 
     def _constant(self, values: StageValues, chunk: Array) -> tuple[BlockWeights, list[BlockRow]]:
         """Return the weights of a chunk, and its constant leaves."""
-        outer = {n: values.outer[n] for n in self.functions.blocks_read}
+        outer = values.pick(self.functions.blocks_read)
         weights = BlockWeights(self._rows(values.weights, chunk), outer)
         return weights, self._rows(values.fixed, chunk)
 
@@ -264,12 +259,13 @@ class StageWork:
     def _message_shapes(self) -> Message:
         return jax.eval_shape(
             lambda: self.functions.embed(
-                self.outer(self.functions.embed_reads), self.microbatch(jnp.zeros((), jnp.int32))
+                self.values.pick(self.functions.embed_reads),
+                self.microbatch(jnp.zeros((), jnp.int32)),
             )
         )
 
     def _losses_shape(self) -> Losses:
         message = zeros_like_shapes(self.message_shapes)
         microbatch = self.microbatch(jnp.zeros((), jnp.int32))
-        outer = self.outer(self.functions.head_reads)
+        outer = self.values.pick(self.functions.head_reads)
         return jax.eval_shape(lambda: self.functions.head(outer, message, microbatch))

@@ -49,11 +49,6 @@ class Op:
         return f"{self.kind.value}{self.microbatch}{chunk}"
 
     @property
-    def hands_back(self) -> bool:
-        """Whether it computes the gradient that the previous stage waits for."""
-        return self.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
-
-    @property
     def releases(self) -> bool:
         """Whether the microbatch's activations can be freed afterwards."""
         return self.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
@@ -63,25 +58,16 @@ Operations = Sequence[Sequence[Op]]
 """The operations of each stage, in order."""
 
 
-class Result(Enum):
-    """What an operation produces that other operations wait for."""
-
-    OUTPUT = "output"
-    INPUT_GRADIENT = "input gradient"
-
-    __hash__ = object.__hash__
-
-
 class OpResult(NamedTuple):
     """The result of an operation, which others wait for.
 
     Attributes:
-        result: an output, or the gradient with respect to an input.
+        kind: FORWARD for an output, INPUT_GRAD for the gradient with respect to an input.
         microbatch: the microbatch.
         virtual: the virtual stage that computes it.
     """
 
-    result: Result
+    kind: Kind
     microbatch: int
     virtual: int
 
@@ -136,22 +122,21 @@ class Shape:
 
     def gives(self, op: Op, stage: int) -> OpResult | None:
         """Return the result that other operations wait for, if any."""
-        if op.kind is Kind.FORWARD:
-            return OpResult(Result.OUTPUT, op.microbatch, self.virtual(op, stage))
-        if op.hands_back:
-            return OpResult(Result.INPUT_GRADIENT, op.microbatch, self.virtual(op, stage))
-        return None
+        if op.kind is Kind.WEIGHT_GRAD:
+            return None
+        kind = Kind.FORWARD if op.kind is Kind.FORWARD else Kind.INPUT_GRAD
+        return OpResult(kind, op.microbatch, self.virtual(op, stage))
 
     def needs(self, op: Op, stage: int) -> list[OpResult]:
         """Return the results that an operation waits for."""
         m, at = op.microbatch, self.virtual(op, stage)
         if op.kind is Kind.FORWARD:
-            return [OpResult(Result.OUTPUT, m, at - 1)] if at > 0 else []
+            return [OpResult(Kind.FORWARD, m, at - 1)] if at > 0 else []
         if op.kind is Kind.WEIGHT_GRAD:
-            return [OpResult(Result.INPUT_GRADIENT, m, at)]
-        own_output = OpResult(Result.OUTPUT, m, at)
+            return [OpResult(Kind.INPUT_GRAD, m, at)]
+        own_output = OpResult(Kind.FORWARD, m, at)
         last = at == self.num_virtual - 1
-        return [own_output] if last else [own_output, OpResult(Result.INPUT_GRADIENT, m, at + 1)]
+        return [own_output] if last else [own_output, OpResult(Kind.INPUT_GRAD, m, at + 1)]
 
 
 @dataclass(frozen=True)
@@ -196,33 +181,3 @@ class Span:
     op: Op
     start: Fraction
     end: Fraction
-
-
-@dataclass(frozen=True, repr=False)
-class Spans:
-    """When every operation of a pipeline starts and ends.
-
-    Attributes:
-        shape: the pipeline's size.
-        spans: the operations.
-        makespan: from the first operation's start to the last one's end.
-    """
-
-    shape: Shape
-    spans: tuple[Span, ...]
-    makespan: Fraction
-
-    @property
-    def bubble(self) -> Fraction:
-        """The share of the stages' time in which they wait."""
-        busy = sum((span.end - span.start for span in self.spans), Fraction(0))
-        return 1 - busy / (self.makespan * self.shape.num_stages)
-
-    @property
-    def efficiency(self) -> Fraction:
-        """The share of the stages' time in which they work."""
-        return 1 - self.bubble
-
-    def of_stage(self, stage: int) -> list[Span]:
-        """Return a stage's operations in order."""
-        return sorted((s for s in self.spans if s.stage == stage), key=lambda s: (s.start, s.end))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,21 +14,9 @@ from meshwright.pipeline.schedule.operations import (
     OpResult,
     Shape,
     Span,
-    Spans,
     Times,
 )
-from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing
-
-
-class Timeline(Spans):
-    """When each operation runs; printed as a chart, one row per stage, time from left to right."""
-
-    def __repr__(self) -> str:
-        return f"Timeline({self.shape}, waits {float(self.bubble) * 100:.1f}%)"
-
-    def __str__(self) -> str:
-        lines = TimelineDrawing(self).lines(shutil.get_terminal_size().columns)
-        return "\n".join(line.plain for line in lines)
+from meshwright.pipeline.schedule.timeline_drawing import Timeline
 
 
 def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Timeline:

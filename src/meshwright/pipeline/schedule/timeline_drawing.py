@@ -1,8 +1,9 @@
-"""Drawing a timeline in the terminal or as an SVG: stages down, time across."""
+"""When the operations of a pipeline run, drawn in the terminal or as an SVG: time goes across."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -11,7 +12,7 @@ from statistics import median_low
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from meshwright.pipeline.schedule.operations import Kind, Op, Span, Spans
+from meshwright.pipeline.schedule.operations import Kind, Op, Shape, Span
 from meshwright.text.drawing import INK, MARGIN, Cell, SvgPainter, TextPainter
 from meshwright.text.units import counted
 
@@ -43,6 +44,43 @@ _WAITING = 0.22
 """The opacity of the time in which a stage waits."""
 
 
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """When each operation runs; printed as a chart, one row per stage, time from left to right.
+
+    Attributes:
+        shape: the pipeline's size.
+        spans: the operations.
+        makespan: from the first operation's start to the last one's end.
+    """
+
+    shape: Shape
+    spans: tuple[Span, ...]
+    makespan: Fraction
+
+    @property
+    def bubble(self) -> Fraction:
+        """The share of the stages' time in which they wait."""
+        busy = sum((span.end - span.start for span in self.spans), Fraction(0))
+        return 1 - busy / (self.makespan * self.shape.num_stages)
+
+    @property
+    def efficiency(self) -> Fraction:
+        """The share of the stages' time in which they work."""
+        return 1 - self.bubble
+
+    def of_stage(self, stage: int) -> list[Span]:
+        """Return a stage's operations in order."""
+        return sorted((s for s in self.spans if s.stage == stage), key=lambda s: (s.start, s.end))
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.shape}, waits {float(self.bubble) * 100:.1f}%)"
+
+    def __str__(self) -> str:
+        lines = TimelineDrawing(self).lines(shutil.get_terminal_size().columns)
+        return "\n".join(line.plain for line in lines)
+
+
 @dataclass(frozen=True)
 class TimelineDrawing:
     """A timeline drawn in the width it is printed at.
@@ -51,7 +89,7 @@ class TimelineDrawing:
     not fit is left out in the middle.
     """
 
-    timeline: Spans
+    timeline: Timeline
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         most = options.max_width if options.is_terminal else _WIDTH_OF_A_FILE
@@ -138,7 +176,7 @@ class TimelineDrawing:
         return Text.assemble(*parts, ("·", _BUBBLE), waiting)
 
 
-def timeline_svg(timeline: Spans, title: str = "") -> str:
+def timeline_svg(timeline: Timeline, title: str = "") -> str:
     """Return an SVG drawing of a timeline; operations describe themselves on hover."""
     unit, stages = _time_unit(timeline), timeline.shape.num_stages
     across = min(_WIDEST_UNIT, _WIDEST / int(timeline.makespan / unit))
@@ -162,7 +200,7 @@ def timeline_svg(timeline: Spans, title: str = "") -> str:
     return painter.page(left + max(whole, 420) + MARGIN, top + _FOOT, title, about)
 
 
-def _svg_legend(painter: SvgPainter, timeline: Spans, top: float) -> None:
+def _svg_legend(painter: SvgPainter, timeline: Timeline, top: float) -> None:
     x = float(MARGIN + _LABEL)
     entries = [(_NAMES[kind], _COLOURS[kind], 1.0) for kind in _kinds_of(timeline)]
     waiting = f"waiting {_percent(timeline)}, simulated"
@@ -172,7 +210,7 @@ def _svg_legend(painter: SvgPainter, timeline: Spans, top: float) -> None:
         x += 36 + 7 * len(name)
 
 
-def _cell(span: Span, timeline: Spans) -> Cell:
+def _cell(span: Span, timeline: Timeline) -> Cell:
     """Return the cell of an operation: its microbatch, its colour, and what it computes."""
     op, chunks = span.op, timeline.shape.num_chunks
     chunk = f", chunk {op.chunk}" if chunks > 1 else ""
@@ -180,11 +218,11 @@ def _cell(span: Span, timeline: Spans) -> Cell:
     return Cell(str(op.microbatch), _shade(op, chunks), about)
 
 
-def _percent(timeline: Spans) -> str:
+def _percent(timeline: Timeline) -> str:
     return f"{float(timeline.bubble) * 100:.1f}%"
 
 
-def _time_unit(timeline: Spans) -> Fraction:
+def _time_unit(timeline: Timeline) -> Fraction:
     """Return the largest time of which every start and end is a multiple."""
     points = [point for span in timeline.spans for point in (span.start, span.end)]
     below = math.lcm(*(point.denominator for point in points))
@@ -192,7 +230,7 @@ def _time_unit(timeline: Spans) -> Fraction:
     return Fraction(above, below)
 
 
-def _kinds_of(timeline: Spans) -> list[Kind]:
+def _kinds_of(timeline: Timeline) -> list[Kind]:
     """Return which kinds of operation occur."""
     present = {span.op.kind for span in timeline.spans}
     return [kind for kind in Kind if kind in present]

@@ -111,7 +111,7 @@ def find_block_lists(eqns: Sequence[Equation]) -> list[BlockList]:
     sequential = [
         candidate
         for candidate in _candidates(eqns)
-        if candidate.num_blocks > 1 and _one_after_another(candidate.ranges)
+        if candidate.num_blocks > 1 and all(a[1] <= b[0] for a, b in pairwise(candidate.ranges))
     ]
     lists = [candidate for candidate in sequential if candidate.is_list]
     # Names that end in numbers are a weaker sign than a list: a model may have norm1 and norm2.
@@ -167,10 +167,6 @@ def _elements(stack: str) -> dict[str, str]:
                 pattern = ".".join([*names[:position], numbered[1] + "*"])
                 elements.setdefault(pattern, ".".join(names[: position + 1]))
     return elements
-
-
-def _one_after_another(ranges: Sequence[tuple[int, int]]) -> bool:
-    return all(a[1] <= b[0] for a, b in pairwise(ranges))
 
 
 def _same_operations(eqns: Sequence[Equation], blocks: BlockList) -> bool:

@@ -184,18 +184,16 @@ def _roll_at(
         if reason := first_difference(bodies[0], body):
             return f"`{blocks.block_path(index)}` differs from `{first_path}`: {reason}"
     eqns, columns = _name_operands(bodies)
-    operands = _classify(columns, [_counterparts(bodies[0], body) for body in bodies])
+    results = [results_of(body) for body in bodies]
+    # By block, the counterpart of each of its results in the first block.
+    operands = _classify(columns, [dict(zip(own, results[0], strict=True)) for own in results])
     if not isinstance(operands, _Operands):
         paths = [blocks.block_path(index) for index in range(len(bodies))]
         jump = describe_jump(paths, bodies, operands)
         return f"the blocks of `{blocks.path}` use each other's results out of order: {jump}"
     span = (starts[0], starts[-1] + length)
     read = _read_outside(jaxpr, span) - {carry.final for carry in operands.carries}
-    results = {
-        variables[0]: variables
-        for variables in zip(*(results_of(body) for body in bodies), strict=True)
-        if read.intersection(variables)
-    }
+    counterparts = zip(*results, strict=True)
     return RolledBlockList(
         blocks=blocks,
         start=span[0],
@@ -205,7 +203,7 @@ def _roll_at(
         constants=operands.constants,
         carries=operands.carries,
         varying=operands.varying,
-        results=results,
+        results={same[0]: same for same in counterparts if read.intersection(same)},
     )
 
 
@@ -224,11 +222,6 @@ def _parts_of_outer_values(bodies: Sequence[Sequence[Equation]]) -> list[int]:
             numbers.append(number)
             inside.difference_update(v for eqn in eqns for v in eqn.outvars)
     return numbers
-
-
-def _counterparts(first: Sequence[Equation], body: Sequence[Equation]) -> dict[Var, Var]:
-    """Return, for each result of a block, its counterpart in the first block."""
-    return dict(zip(results_of(body), results_of(first), strict=True))
 
 
 def _name_operands(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -150,8 +150,10 @@ class _Builder:
         self.written = [self._written_state(rolled) for rolled in rolled_lists]
         states = [state for written in self.written for state in written]
         self.state_casts = {variable for state in states for variable in state.casts}
-        groups = list(dict.fromkeys([*self.groups.values(), *(state.leaves for state in states)]))
-        self.layout = _with_patterns(stacked_layout(traced.layout.leaves, groups))
+        groups = dict.fromkeys([*self.groups.values(), *(state.leaves for state in states)])
+        leaves = traced.layout.leaves
+        paths = {group: pattern_of([leaves[n].path for n in group]) for group in groups}
+        self.layout = stacked_layout(leaves, paths)
         self.numbers = {step.sources: n for n, step in enumerate(self.layout.step_leaves)}
 
     def program(self) -> TracedLoss:
@@ -387,16 +389,6 @@ def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:
         and eqn.invars[0] in leaves
         and not name_stack(eqn)
     }
-
-
-def _with_patterns(layout: Layout) -> Layout:
-    """Name each stack by the pattern of its leaves' paths."""
-    steps = list(layout.step_leaves)
-    for n, step in enumerate(steps):
-        if step.stacked:
-            paths = [layout.leaves[source].path for source in step.sources]
-            steps[n] = replace(step, leaf=replace(step.leaf, path=pattern_of(paths)))
-    return replace(layout, step_leaves=tuple(steps))
 
 
 def _results(rolled: RolledBlockList) -> set[Var]:

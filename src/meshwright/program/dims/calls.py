@@ -46,7 +46,7 @@ def scan(op: Op, enter: Enter) -> list[Value]:
     start = consts + carries
     values = list(op.operands[:consts])
     values += _carried(op, range(consts, start))
-    values += [_sliced(value) for value in op.operands[start:]]
+    values += [value._replace(dims=value.dims[1:]) for value in op.operands[start:]]
 
     loop = op.factors.dim(length)
     for operand in range(start, len(op.operands)):
@@ -136,10 +136,6 @@ def _combined(values: Sequence[Value]) -> Value:
         has_data=any(value.has_data for value in values),
         has_grad=any(value.has_grad for value in values),
     )
-
-
-def _sliced(value: Value) -> Value:
-    return value._replace(dims=value.dims[1:])
 
 
 def _jaxpr(program: Any) -> Any:

@@ -53,15 +53,6 @@ class AttentionOperands:
 
 
 @dataclass(frozen=True)
-class MaskOperand:
-    """What queries may attend to, and the mask as an array if that depends on data."""
-
-    allowed: Allowed
-    mask: Var | None = None
-    dims: tuple[int | None, ...] = ()
-
-
-@dataclass(frozen=True)
 class ScoreProduct:
     """The product of queries and keys.
 
@@ -86,12 +77,12 @@ class ScoreProduct:
     @property
     def query_free(self) -> list[int]:
         """The dims of the query that are neither batch dims nor channels: positions and groups."""
-        return _free_dims(self.eqn, 1 - self.key_side)
+        return free_dims(self.eqn, 1 - self.key_side)
 
     @property
     def key_positions(self) -> int:
         """The dim of the key that counts positions."""
-        free, (contracting, _) = _free_dims(self.eqn, self.key_side), _numbers(self.eqn)
+        free, (contracting, _) = free_dims(self.eqn, self.key_side), _numbers(self.eqn)
         if len(free) != 1 or len(contracting[0]) != 1 or not self.query_free:
             raise NotReplaced("its keys have several dims of positions or channels")
         return free[0]
@@ -155,7 +146,7 @@ class ValueProduct:
         summed = [self.roles[d] for d in contracting[self._side]]
         if sorted(self._batch) != batch or summed != [("key", scores.key_positions)]:
             raise NotReplaced("its second product sums over something else than the keys")
-        if len(_free_dims(self.eqn, 1 - self._side)) != 1:
+        if len(free_dims(self.eqn, 1 - self._side)) != 1:
             raise NotReplaced("its values have several dims of channels")
 
     def value_dims(self, order: Sequence[int]) -> tuple[int, ...]:
@@ -163,42 +154,14 @@ class ValueProduct:
         side = 1 - self._side
         contracting, batch = _numbers(self.eqn)
         batch_dims = [batch[side][self._batch.index(("batch", n))] for n in order]
-        return (*batch_dims, contracting[side][0], *_free_dims(self.eqn, side))
+        return (*batch_dims, contracting[side][0], *free_dims(self.eqn, side))
 
     def output_dims(self, kernel: Sequence[Role]) -> tuple[int, ...]:
         """Return the result's dims as positions among those of the kernel."""
-        free = [self.roles[d] for d in _free_dims(self.eqn, self._side)]
+        free = [self.roles[d] for d in free_dims(self.eqn, self._side)]
         free = [*free, _CHANNELS] if self._side == 0 else [_CHANNELS, *free]
         positions = {role: n for n, role in enumerate([*kernel, _CHANNELS])}
         return tuple(positions[role] for role in (*self._batch, *free))
-
-
-def order_operands(
-    scores: ScoreProduct, values: ValueProduct, length: int, scale: float, mask: MaskOperand
-) -> AttentionOperands:
-    """Return the operands of attention, with their dims in the order of the kernel.
-
-    Args:
-        scores: the product of queries and keys.
-        values: the product of weights and values.
-        length: the dim of the query that counts positions.
-        scale: the factor on the scores.
-        mask: what queries may attend to.
-    """
-    return AttentionOperands(
-        query=scores.query,
-        key=scores.key,
-        value=values.value,
-        query_dims=scores.query_dims(length),
-        key_dims=scores.key_dims(),
-        value_dims=values.value_dims(scores.order),
-        output_dims=values.output_dims(scores.roles(length)),
-        num_batch=len(scores.order),
-        scale=scale,
-        allowed=mask.allowed,
-        mask=mask.mask,
-        mask_dims=mask.dims,
-    )
 
 
 def _numbers(eqn: Equation) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
@@ -206,7 +169,8 @@ def _numbers(eqn: Equation) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[
     return eqn.params["dimension_numbers"]
 
 
-def _free_dims(eqn: Equation, side: int) -> list[int]:
+def free_dims(eqn: Equation, side: int) -> list[int]:
+    """Return the dims of an operand of a product that are neither contracted nor batch dims."""
     contracting, batch = _numbers(eqn)
     used = {*contracting[side], *batch[side]}
     return [d for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]

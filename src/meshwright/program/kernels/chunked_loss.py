@@ -91,8 +91,7 @@ class _Work:
         return run
 
     def _with_gradients(self, *operands: Any) -> tuple[Any, Any]:
-        outputs, gradients = self._mapped(self._values_and_gradients, operands)
-        return outputs, gradients
+        return self._mapped(self._values_and_gradients, operands)
 
     def _scaled(self, gradients: Any, cotangents: Any) -> tuple[Any, ...]:
         (factor,) = (c for c, graded in zip(cotangents, self.kernel.graded, strict=True) if graded)

@@ -14,11 +14,7 @@ from meshwright.program.jaxpr.equations import Equation, Var
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.chunked_loss import LossKernel, is_fused
 from meshwright.program.kernels.fused_attention import AttentionKernel, check_cudnn
-from meshwright.program.kernels.match_attention import (
-    AttentionMatch,
-    match_attention,
-    softmaxes,
-)
+from meshwright.program.kernels.match_attention import match_attention, softmaxes
 from meshwright.program.kernels.match_loss import (
     is_differentiable,
     match_loss,
@@ -82,6 +78,10 @@ LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
 """Returns how a variable is sharded over the mesh; None if it is not."""
 
 
+def unsharded(program: ProgramDims, variable: Var) -> None:
+    """Return the layout of a variable on one device, or of one device's own samples."""
+
+
 def find_kernels(
     traced: TracedLoss, classes: DimClasses, layout: LayoutOf, search: KernelSearch
 ) -> Kernels:
@@ -122,16 +122,17 @@ class _Finder:
 
     def search(self, scope: Scope) -> None:
         """Add the regions of one program."""
-        graph, program = Graph(scope.program.jaxpr), scope.program
+        graph, program = scope.graph, scope.program
         self.dead |= graph.dead
         for division in softmaxes(graph):
-            self._try("attention", program, division, self._attention, graph, scope, division)
-        for product, weight in projections(graph, program):
-            self._try("loss", program, product, self._loss, graph, program, product, weight)
+            self._try("attention", program, division, self._attention, scope, division)
+        for product in projections(graph, program):
+            self._try("loss", program, product, self._loss, graph, program, product)
         for root in norms(graph):
-            self._try("norm", program, root, _norm, graph, root)
+            self._try("norm", program, root, _rowwise, graph, "norm", match_norm, root)
         for anchor in activations(graph):
-            self._try("activation", program, anchor, _activation, graph, anchor)
+            arguments = graph, "activation", match_activation, anchor
+            self._try("activation", program, anchor, _rowwise, *arguments)
 
     def _try(
         self,
@@ -157,42 +158,33 @@ class _Finder:
         module = region.module or program.path
         self.uses.append(Substitution(kind, module, region.kernel.name, region.detail))
 
-    def _attention(self, graph: Graph, scope: Scope, division: Equation) -> Region | None:
-        match = match_attention(graph, scope, division)
+    def _attention(self, scope: Scope, division: Equation) -> Region | None:
+        match = match_attention(scope, division)
         if match is None:
             return None
         operands = match.operands
-        layouts = self._attention_layouts(scope.program, match)
+        inputs = (operands.query, operands.key, operands.value)
+        inputs = inputs if operands.mask is None else (*inputs, operands.mask)
+        layouts = {v: self.layout(scope.program, v) for v in (*inputs, match.output)}
+        sharded = {v: spec for v, spec in layouts.items() if spec is not None}
+        if sharded:
+            _check_layouts(operands, match.output, sharded)
         if self.choice == "auto":
             check_cudnn(operands, self.platform, planned=self.planned)
         name = "cudnn" if self.choice == "auto" else "xla"
-        inputs = (operands.query, operands.key, operands.value)
-        inputs = inputs if operands.mask is None else (*inputs, operands.mask)
         return Region(
             "attention",
             module_name(match.eqns),
             match.eqns,
             inputs,
             (match.output,),
-            graph.place(match.eqns, inputs, [match.output]),
-            AttentionKernel(name, operands, layouts, self.planned),
+            scope.graph.place(match.eqns, inputs, [match.output]),
+            AttentionKernel(name, operands, sharded, self.planned),
             str(operands.allowed),
         )
 
-    def _attention_layouts(
-        self, program: ProgramDims, match: AttentionMatch
-    ) -> dict[Var, PartitionSpec]:
-        operands = match.operands
-        variables = [operands.query, operands.key, operands.value, match.output]
-        variables += [] if operands.mask is None else [operands.mask]
-        found = {v: self.layout(program, v) for v in variables}
-        specs = {v: spec for v, spec in found.items() if spec is not None}
-        if specs:
-            _check_layouts(operands, match.output, specs)
-        return specs
-
-    def _loss(self, graph: Graph, program: ProgramDims, product: Equation, weight: int) -> Region:
-        match = match_loss(graph, product, weight)
+    def _loss(self, graph: Graph, program: ProgramDims, product: Equation) -> Region:
+        match = match_loss(graph, product)
         graded = tuple(is_differentiable(program, v) for v in match.outputs)
         others = (*match.whole, *match.by_row)
         inputs = (match.hidden, match.kernel, *others)
@@ -210,15 +202,13 @@ class _Finder:
         )
 
 
-def _norm(graph: Graph, root: Equation) -> Region | None:
-    return _rowwise(graph, "norm", match_norm(graph, root))
-
-
-def _activation(graph: Graph, anchor: Equation) -> Region | None:
-    return _rowwise(graph, "activation", match_activation(graph, anchor))
-
-
-def _rowwise(graph: Graph, kind: str, match: RowwiseMatch | None) -> Region | None:
+def _rowwise(
+    graph: Graph,
+    kind: str,
+    find: Callable[[Graph, Equation], RowwiseMatch | None],
+    anchor: Equation,
+) -> Region | None:
+    match = find(graph, anchor)
     if match is None:
         return None
     inputs = (*match.activations, *match.vectors)

@@ -85,7 +85,7 @@ def read_mask(
         NotReplaced: if it cannot be expressed.
     """
     scope, atom, mapped = before_broadcast(scope, atom, dims)
-    eqn = scope.maker(atom)
+    eqn = scope.graph.made_by(atom)
     name = "" if eqn is None else eqn.primitive.name
     if eqn is not None and name == "not" and kind != "added":
         opposite: MaskKind = "hidden" if kind == "allowed" else "allowed"
@@ -111,7 +111,7 @@ def before_broadcast(
     """Return a value before it is broadcast: its scope, it, and which of ``dims`` its dims are."""
     mapped = list(dims)
     scope, atom = scope.origin(atom)
-    while (eqn := scope.maker(atom)) is not None and eqn.primitive.name == "broadcast_in_dim":
+    while (eqn := scope.graph.made_by(atom, "broadcast_in_dim")) is not None:
         mapped = dims_before(eqn, mapped)
         scope, atom = scope.origin(eqn.invars[0])
     return scope, atom, mapped
@@ -206,8 +206,8 @@ def _check_documents(
 def _broadcast_source(
     scope: Scope, atom: Atom, dims: Sequence[int | None]
 ) -> tuple[Scope, Atom, list[int | None]]:
-    mapped, eqn = list(dims), scope.maker(atom)
-    while eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape"):
+    mapped = list(dims)
+    while (eqn := scope.graph.made_by(atom, "broadcast_in_dim", "reshape")) is not None:
         source = eqn.invars[0]
         if eqn.primitive.name == "reshape":
             positions = _kept_dims(aval_of(source).shape, aval_of(eqn.outvars[0]).shape)
@@ -215,7 +215,6 @@ def _broadcast_source(
             positions = list(eqn.params["broadcast_dimensions"])
         mapped = [mapped[to] for to in positions]
         scope, atom = scope.origin(source)
-        eqn = scope.maker(atom)
     return scope, atom, mapped
 
 

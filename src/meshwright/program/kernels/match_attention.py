@@ -14,11 +14,10 @@ from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 from meshwright.program.kernels.attention_operands import (
     AttentionOperands,
-    MaskOperand,
     Role,
     ScoreProduct,
     ValueProduct,
-    order_operands,
+    free_dims,
 )
 from meshwright.program.kernels.masks import (
     HIDDEN,
@@ -31,6 +30,9 @@ from meshwright.program.kernels.masks import (
 )
 from meshwright.program.kernels.regions import Graph, NotReplaced
 from meshwright.program.kernels.surroundings import Scope
+
+_REPEATS = ("broadcast_in_dim", "reshape", "convert_element_type")
+"""Operations after which a number per row, or a single one, is still the same number."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,15 @@ def softmaxes(graph: Graph) -> Iterator[Equation]:
             yield eqn
 
 
-def match_attention(graph: Graph, scope: Scope, division: Equation) -> AttentionMatch | None:
+def match_attention(scope: Scope, division: Equation) -> AttentionMatch | None:
     """Return the attention whose softmax ends in a division; None if it is no attention.
 
     Raises:
         NotReplaced: if it is attention that cannot be replaced.
     """
-    if not _is_followed_by_product(graph, division.outvars[0]):
+    if not _is_followed_by_product(scope.graph, division.outvars[0]):
         return None
-    match = _Match(graph, scope)
+    match = _Match(scope)
     scores = match.softmax(division)
     product = match.scores(scores)
     if product is None:
@@ -68,7 +70,7 @@ def match_attention(graph: Graph, scope: Scope, division: Equation) -> Attention
 def _denominator(graph: Graph, division: Equation) -> Equation | None:
     """Return the sum that a division divides the exponential by."""
     exponential = _exponential(graph, division.invars[0])
-    total = graph.made_by(_through(graph, division.invars[1]), "reduce_sum")
+    total = graph.made_by(graph.before(division.invars[1], *_REPEATS), "reduce_sum")
     if exponential is None or total is None or len(total.params["axes"]) != 1:
         return None
     return total if _exponential(graph, total.invars[0]) is exponential else None
@@ -76,21 +78,7 @@ def _denominator(graph: Graph, division: Equation) -> Equation | None:
 
 def _exponential(graph: Graph, atom: Atom) -> Equation | None:
     """Return the exponential that an atom is; half-precision ones are widened before a sum."""
-    return graph.made_by(_unconverted(graph, atom), "exp")
-
-
-def _unconverted(graph: Graph, atom: Atom) -> Atom:
-    while (eqn := graph.made_by(atom, "convert_element_type")) is not None:
-        atom = eqn.invars[0]
-    return atom
-
-
-def _through(graph: Graph, atom: Atom) -> Atom:
-    """Return what an atom is before it is broadcast, reshaped or converted."""
-    names = ("broadcast_in_dim", "reshape", "convert_element_type")
-    while (eqn := graph.made_by(atom, *names)) is not None:
-        atom = eqn.invars[0]
-    return atom
+    return graph.made_by(graph.before(atom, "convert_element_type"), "exp")
 
 
 def _is_followed_by_product(graph: Graph, weights: Var) -> bool:
@@ -110,12 +98,15 @@ class _Mask(NamedTuple):
 
 @dataclass
 class _Match:
-    graph: Graph
     scope: Scope
     eqns: list[Equation] = field(default_factory=list[Equation])
     scale: float = 1.0
     masks: list[_Mask] = field(default_factory=list[_Mask])
     axis: int = 0
+
+    @property
+    def graph(self) -> Graph:
+        return self.scope.graph
 
     def softmax(self, division: Equation) -> Var:
         """Collect the equations of a softmax; return the scores."""
@@ -125,17 +116,17 @@ class _Match:
         self.axis = int(total.params["axes"][0])
         exponential = _exponential(graph, division.invars[0])
         assert exponential is not None
-        difference = graph.made_by(_unconverted(graph, exponential.invars[0]), "sub")
+        before = graph.before(exponential.invars[0], "convert_element_type")
+        difference = graph.made_by(before, "sub")
         self.eqns += [division, total, exponential]
         self._collect(division.invars[1], total)
         for converted in (division.invars[0], total.invars[0]):
             self._collect(converted, exponential)
-        if difference is not None:
-            self._collect(exponential.invars[0], difference)
         if difference is None:
             # Without a subtracted maximum, large scores overflow and small ones do not.
             scores = exponential.invars[0]
         else:
+            self._collect(exponential.invars[0], difference)
             self.eqns.append(difference)
             scores = difference.invars[0]
             self._maximum(difference.invars[1], scores)
@@ -156,7 +147,8 @@ class _Match:
         while (eqn := self.graph.made_by(atom, *names, "reduce_max")) is not None:
             self.eqns.append(eqn)
             if eqn.primitive.name == "reduce_max":
-                same = self._before_transposes(eqn.invars[0]) is self._before_transposes(scores)
+                moves = ("transpose", "convert_element_type")
+                same = self.graph.before(eqn.invars[0], *moves) is self.graph.before(scores, *moves)
                 if varies or not same or len(eqn.params["axes"]) != 1:
                     break
                 return
@@ -174,11 +166,6 @@ class _Match:
             return self._varies_along(eqn.invars[0], dim)
         to = [int(d) for d in eqn.params["broadcast_dimensions"]]
         return dim in to and aval_of(eqn.invars[0]).shape[to.index(dim)] > 1
-
-    def _before_transposes(self, atom: Atom) -> Atom:
-        while (eqn := self.graph.made_by(atom, "transpose", "convert_element_type")) is not None:
-            atom = eqn.invars[0]
-        return atom
 
     def scores(self, atom: Atom) -> Equation | None:
         """Collect what is between the first product and the softmax; return the product."""
@@ -228,7 +215,7 @@ class _Match:
 
     def _number(self, atom: Atom) -> float | None:
         """Return the value of a constant scalar."""
-        scope, atom = self.scope.origin(_through(self.graph, atom))
+        scope, atom = self.scope.origin(self.graph.before(atom, *_REPEATS))
         if isinstance(atom, Literal):
             return float(atom.val) if np.ndim(atom.val) == 0 else None
         program = scope.constant(atom) if aval_of(atom).shape == () else None
@@ -306,8 +293,21 @@ class _Match:
         values = self._value_product(division, [rename(role) for role in roles])
         values.check(scores)
         length = self._length(scores)
-        mask = self._mask(scores, length)
-        operands = order_operands(scores, values, length, self.scale, mask)
+        allowed, mask, mask_dims = self._mask(scores, length)
+        operands = AttentionOperands(
+            query=scores.query,
+            key=scores.key,
+            value=values.value,
+            query_dims=scores.query_dims(length),
+            key_dims=scores.key_dims(),
+            value_dims=values.value_dims(scores.order),
+            output_dims=values.output_dims(scores.roles(length)),
+            num_batch=len(scores.order),
+            scale=self.scale,
+            allowed=allowed,
+            mask=mask,
+            mask_dims=mask_dims,
+        )
         return AttentionMatch(self.graph.in_order(self.eqns), values.eqn.outvars[0], operands)
 
     def _value_product(self, division: Equation, roles: list[Role]) -> ValueProduct:
@@ -336,8 +336,10 @@ class _Match:
         sizes = aval_of(scores.query).shape
         return max(free, key=lambda d: sizes[d])
 
-    def _mask(self, scores: ScoreProduct, length: int) -> MaskOperand:
-        """Return what all masks allow together."""
+    def _mask(
+        self, scores: ScoreProduct, length: int
+    ) -> tuple[Allowed, Var | None, tuple[int | None, ...]]:
+        """Return what all masks allow together; if that depends on data, the mask and its dims."""
         names = scores.roles(length)
         positions: dict[Role | None, int] = {role: n for n, role in enumerate(names)}
         key = positions[("key", scores.key_positions)] = len(names)
@@ -355,7 +357,7 @@ class _Match:
         if len(of_documents) > 1:
             raise NotReplaced("several masks depend on data")
         allowed = merge(conditions)
-        return MaskOperand(allowed, *of_documents[0]) if of_documents else MaskOperand(allowed)
+        return (allowed, *of_documents[0]) if of_documents else (allowed, None, ())
 
     def _small_mask(
         self, mask: Atom, dims: Sequence[int | None]
@@ -383,9 +385,8 @@ def _same_dims(eqn: Equation) -> bool:
 
 
 def _product_roles(eqn: Equation) -> tuple[Role | None, ...]:
-    contracting, batch = eqn.params["dimension_numbers"]
+    _, batch = eqn.params["dimension_numbers"]
     roles: list[Role | None] = [("batch", n) for n in range(len(batch[0]))]
     for side, name in enumerate(("left", "right")):
-        used = {*contracting[side], *batch[side]}
-        roles += [(name, d) for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]
+        roles += [(name, d) for d in free_dims(eqn, side)]
     return tuple(roles)

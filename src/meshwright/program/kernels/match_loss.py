@@ -30,7 +30,6 @@ class LossMatch:
 
     Attributes:
         product: the last projection.
-        weight: which operand of the product is the weight.
         eqns: all equations, the product first.
         rows: how many dims of the logits count rows; the last dim counts classes.
         whole: inputs that are the same for all rows.
@@ -39,7 +38,6 @@ class LossMatch:
     """
 
     product: Equation
-    weight: int
     eqns: tuple[Equation, ...]
     rows: int
     whole: tuple[Var, ...]
@@ -49,30 +47,30 @@ class LossMatch:
     @property
     def hidden(self) -> Var:
         """The operand of the product that is no weight."""
-        atom = self.product.invars[1 - self.weight]
+        atom = self.product.invars[0]
         assert isinstance(atom, Var)
         return atom
 
     @property
     def kernel(self) -> Var:
         """The weight."""
-        atom = self.product.invars[self.weight]
+        atom = self.product.invars[1]
         assert isinstance(atom, Var)
         return atom
 
 
-def projections(graph: Graph, program: ProgramDims) -> list[tuple[Equation, int]]:
+def projections(graph: Graph, program: ProgramDims) -> list[Equation]:
     """Return the products of activations with a weight whose results are exponentiated.
 
     Those that gradients flow through come first: of a teacher and a student, the student.
     """
-    found: list[tuple[Equation, int]] = []
-    for eqn in graph.live:
-        weight = _weight_operand(eqn, program) if eqn.primitive.name == "dot_general" else None
-        if weight is not None and _reaches_sum_of_exponentials(graph, eqn.outvars[0]):
-            found.append((eqn, weight))
+    found = [
+        eqn
+        for eqn in graph.live
+        if _is_projection(eqn, program) and _reaches_sum_of_exponentials(graph, eqn.outvars[0])
+    ]
     trained = _read_with_gradient(graph) if len(found) > 1 else set[Var]()
-    return sorted(found, key=lambda one: one[0].outvars[0] not in trained)
+    return sorted(found, key=lambda eqn: eqn.outvars[0] not in trained)
 
 
 def _read_with_gradient(graph: Graph) -> set[Var]:
@@ -82,7 +80,7 @@ def _read_with_gradient(graph: Graph) -> set[Var]:
     return {v for eqn in needed for v in eqn.outvars}
 
 
-def match_loss(graph: Graph, product: Equation, weight: int) -> LossMatch:
+def match_loss(graph: Graph, product: Equation) -> LossMatch:
     """Return what is computed from a last projection.
 
     Raises:
@@ -106,27 +104,24 @@ def match_loss(graph: Graph, product: Equation, weight: int) -> LossMatch:
     inputs = list(dict.fromkeys(inputs))
     by_row = tuple(v for v in inputs if found.has_rows(v))
     whole = tuple(v for v in inputs if v not in by_row)
-    return LossMatch(product, weight, eqns, rows, whole, by_row, outputs)
+    return LossMatch(product, eqns, rows, whole, by_row, outputs)
 
 
-def _weight_operand(eqn: Equation, program: ProgramDims) -> int | None:
-    """Return which operand of a product of rows with a matrix is the matrix, a weight."""
-    (_, _), (batch, _) = eqn.params["dimension_numbers"]
-    contracting = eqn.params["dimension_numbers"][0]
-    for number, atom in enumerate(eqn.invars):
-        other = eqn.invars[1 - number]
-        if isinstance(atom, Literal) or isinstance(other, Literal) or batch:
-            continue
-        value = program.values[atom]
-        is_weight = bool(value.params) and not value.has_data
-        rank = len(aval_of(other).shape)
-        # Rows come first in the result if the activations are the left operand.
-        by_rows = (
-            tuple(contracting[0]) == (rank - 1,) and rank > 1 and program.values[other].has_data
-        )
-        if is_weight and number == 1 and len(aval_of(atom).shape) == 2 and by_rows:
-            return number
-    return None
+def _is_projection(eqn: Equation, program: ProgramDims) -> bool:
+    """Whether an equation multiplies rows of activations with a weight, a matrix.
+
+    The activations are the left operand, so that rows come first in the result.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
+    left, right = eqn.invars
+    if isinstance(left, Literal) or isinstance(right, Literal) or batch:
+        return False
+    value, rank = program.values[right], len(aval_of(left).shape)
+    is_weight = bool(value.params) and not value.has_data and len(aval_of(right).shape) == 2
+    by_rows = tuple(contracting) == (rank - 1,) and rank > 1 and program.values[left].has_data
+    return is_weight and by_rows
 
 
 def _reaches_sum_of_exponentials(graph: Graph, variable: Var) -> bool:

@@ -64,7 +64,7 @@ def match_norm(graph: Graph, root: Equation) -> RowwiseMatch:
     wide_shape = aval_of(sums[0].invars[0]).shape
     sources: set[Var] = set()
     for total in sums:
-        below, source = _statistic(graph, total, wide_shape)
+        below, source = _simple_chain(graph, total.invars[0], wide_shape)
         eqns += below
         sources.add(source)
     if len(sources) != 1:
@@ -131,11 +131,15 @@ def _narrow_above(graph: Graph, root: Equation) -> list[Equation]:
     return list(found.values())
 
 
-def _statistic(graph: Graph, total: Equation, shape: tuple[int, ...]) -> tuple[list[Equation], Var]:
-    """Return the equations below a sum, and the activation that is summed."""
+def _simple_chain(
+    graph: Graph, atom: Atom, shape: tuple[int, ...], source: Var | None = None
+) -> tuple[list[Equation], Var]:
+    """Return the simple equations that a value is computed with, and the activation they read.
+
+    They end at ``source`` if they come to it.
+    """
     eqns: list[Equation] = []
-    atom = total.invars[0]
-    while True:
+    while atom is not source:
         eqn = graph.made_by(atom)
         if eqn is None or not _is_simple(eqn, shape):
             break
@@ -168,7 +172,7 @@ def _narrow_chain(graph: Graph, atom: Atom, shape: tuple[int, ...]) -> list[Equa
     while (eqn := graph.made_by(atom)) is not None:
         name = eqn.primitive.name
         if name == "reduce_sum":
-            below, _ = _statistic(graph, eqn, shape)
+            below, _ = _simple_chain(graph, eqn.invars[0], shape)
             return [*eqns, eqn, *below]
         if name not in ELEMENTWISE and name not in _SHAPES:
             break
@@ -270,27 +274,16 @@ def _leaf_of_source(
     graph: Graph, atom: Var, source: Var, shape: tuple[int, ...], more: list[Equation]
 ) -> bool:
     """Whether a value is a function of the activation alone, or its deviation from a mean."""
-    chain: list[Equation] = []
-    current: Atom = atom
-    while current is not source:
-        eqn = graph.made_by(current)
-        if eqn is None or not _is_simple(eqn, shape):
-            break
-        chain.append(eqn)
-        if eqn.primitive.name == "sub":
-            try:
-                chain += _narrow_chain(graph, eqn.invars[1], shape)
-            except NotReplaced:
-                return False
-        current = eqn.invars[0]
-    if current is source:
-        more += chain
-        return True
-    inner: list[Equation] = []
-    if _leaf(graph, atom, shape, inner) is source:
-        more += inner
-        return True
-    return False
+    try:
+        chain, start = _simple_chain(graph, atom, shape, source)
+    except NotReplaced:
+        return False
+    if start is not source:
+        chain = list[Equation]()
+        if _leaf(graph, atom, shape, chain) is not source:
+            return False
+    more += chain
+    return True
 
 
 def _finish(graph: Graph, numbers: set[int], output: Var, sources: tuple[Var, ...]) -> RowwiseMatch:

@@ -158,6 +158,12 @@ class Graph:
         eqn = self.jaxpr.eqns[self.maker[atom]]
         return eqn if not names or eqn.primitive.name in names else None
 
+    def before(self, atom: Atom, *names: str) -> Atom:
+        """Return what an atom is computed from by equations of these names alone."""
+        while (eqn := self.made_by(atom, *names)) is not None:
+            atom = eqn.invars[0]
+        return atom
+
     def read_by(self, variable: Var) -> list[Equation]:
         """Return the equations that read a variable."""
         return [self.jaxpr.eqns[number] for number in self.readers.get(variable, ())]

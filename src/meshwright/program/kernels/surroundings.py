@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from meshwright.program.dims import ProgramDims
-from meshwright.program.evaluate.dependencies import needed_equations
+from meshwright.program.evaluate.dependencies import needed_equations, variables_read
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     CALLS,
@@ -21,7 +21,7 @@ from meshwright.program.jaxpr.equations import (
     Var,
 )
 from meshwright.program.jaxpr.walks import called_programs
-from meshwright.program.kernels.regions import NotReplaced
+from meshwright.program.kernels.regions import Graph
 
 
 class Scope:
@@ -43,7 +43,7 @@ class Scope:
     ) -> None:
         self.program, self.consts, self.outer = program, consts, outer
         self.arguments = arguments or {}
-        self._maker = {v: eqn for eqn in program.jaxpr.eqns for v in eqn.outvars}
+        self.graph = Graph(program.jaxpr)
         self._constants: dict[Var, ClosedJaxpr | None] = {}
 
     def origin(self, atom: Atom) -> tuple[Scope, Atom]:
@@ -51,10 +51,6 @@ class Scope:
         if not isinstance(atom, Literal) and self.outer is not None and atom in self.arguments:
             return self.outer.origin(self.arguments[atom])
         return self, atom
-
-    def maker(self, atom: Atom) -> Equation | None:
-        """Return the equation that makes an atom of this scope."""
-        return None if isinstance(atom, Literal) else self._maker.get(atom)
 
     def constant(self, atom: Atom) -> ClosedJaxpr | None:
         """Return a program without inputs that computes an atom; None if it depends on inputs."""
@@ -65,50 +61,26 @@ class Scope:
         return self._constants[atom]
 
     def _make_constant(self, variable: Var) -> ClosedJaxpr | None:
-        program = _Program()
-        try:
-            program.add(self, variable)
-        except NotReplaced:
-            return None
-        return program.close(variable)
-
-
-class _Program:
-    """Collects the equations that a value is computed with, across scopes."""
-
-    def __init__(self) -> None:
-        self.eqns: list[Equation] = []
-        self.consts: dict[Var, Any] = {}
-        self._done: set[Var] = set()
-
-    def add(self, scope: Scope, atom: Atom) -> None:
-        eqns = needed_equations(scope.program.jaxpr.eqns, [atom])
+        eqns = needed_equations(self.program.jaxpr.eqns, [variable])
         made = {v for eqn in eqns for v in eqn.outvars}
-        read: list[Atom] = [a for eqn in eqns for a in eqn.invars]
-        for variable in [*read, atom]:
-            if isinstance(variable, Literal) or variable in made or variable in self._done:
-                continue
-            self._done.add(variable)
-            if variable in scope.consts:
-                self.consts[variable] = scope.consts[variable]
-                continue
-            outer, source = scope.origin(variable)
-            if outer is scope or isinstance(source, Literal):
-                raise NotReplaced("it depends on data")
-            outer_program = outer.constant(source)
-            if outer_program is None:
-                raise NotReplaced("it depends on data")
-            self.consts[variable] = outer_program
-        self.eqns += eqns
+        read = [*variables_read(eqns), variable]
+        known: dict[Var, Any] = {}
+        for outside in (v for v in read if v not in made):
+            scope, source = self.origin(outside)
+            if outside in self.consts:
+                known[outside] = self.consts[outside]
+            elif scope is not self and (program := scope.constant(source)) is not None:
+                known[outside] = program
+            else:
+                return None
 
-    def close(self, atom: Var) -> ClosedJaxpr:
         def run() -> Any:
             values = {
                 v: Evaluator().run(c, [])[0] if isinstance(c, ClosedJaxpr) else c
-                for v, c in self.consts.items()
+                for v, c in known.items()
             }
-            Evaluator().extend(values, self.eqns)
-            return values[atom]
+            Evaluator().extend(values, eqns)
+            return values[variable]
 
         return jax.make_jaxpr(run)()
 

@@ -7,14 +7,11 @@ convolution's kernel over both: the result is too large by the size of the secon
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-
-from jax import lax
-from jax.sharding import PartitionSpec
+from typing import NamedTuple
 
 from meshwright.mesh.axes import BATCH_AXES
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.jaxpr.equations import Equation, Value, aval_of
+from meshwright.program.jaxpr.equations import Equation, aval_of
 
 
 def is_grouped(eqn: Equation) -> bool:
@@ -25,47 +22,28 @@ def is_grouped(eqn: Equation) -> bool:
     )
 
 
-class GroupedLayout:
-    """How a grouped convolution is sharded over all axes of a mesh.
+class GroupedLayout(NamedTuple):
+    """The mesh axes that shard the samples and the channels of a grouped convolution."""
+
+    samples: tuple[str, ...]
+    channels: tuple[str, ...]
+
+
+def grouped_layout(eqn: Equation, mesh: MeshView) -> GroupedLayout | None:
+    """Return how a grouped convolution is sharded over all axes of a mesh; None if it need not be.
 
     Channels are sharded over ``tensor``, or samples if the groups are not divisible; what is not
     divisible either is computed on every device.
-
-    Args:
-        eqn: the convolution.
-        mesh: where it runs.
     """
-
-    def __init__(self, eqn: Equation, mesh: MeshView) -> None:
-        self._mesh, sizes = mesh, mesh.auto_axes
-        self._numbers = eqn.params["dimension_numbers"]
-        lhs, out = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
-        samples = math.gcd(lhs[self._numbers.lhs_spec[0]], out[self._numbers.out_spec[0]])
-        axes = tuple(axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1)
-        tensor = ("tensor",) if sizes.get("tensor", 1) > 1 else ()
-        count = eqn.params["feature_group_count"]
-        by_channel = bool(tensor) and count % sizes["tensor"] == 0
-        fits = samples % math.prod(sizes[a] for a in axes) == 0
-        all_fit = samples % math.prod(sizes[a] for a in (*axes, *tensor)) == 0
-        self.needed = bool(axes and tensor)
-        self._channels = tensor if by_channel and fits else ()
-        self._samples = axes if by_channel and fits else (*axes, *tensor) if all_fit else ()
-
-    def constrain_operands(self, operands: Sequence[Value]) -> list[Value]:
-        """Return the input and the kernel in their layouts."""
-        lhs, rhs = operands
-        samples, channels = self._numbers.lhs_spec[:2]
-        return [
-            self._constrain(lhs, {samples: self._samples, channels: self._channels}),
-            self._constrain(rhs, {self._numbers.rhs_spec[0]: self._channels}),
-        ]
-
-    def constrain_results(self, results: Sequence[Value]) -> list[Value]:
-        """Return the convolution's results in their layout."""
-        samples, channels = self._numbers.out_spec[:2]
-        axes = {samples: self._samples, channels: self._channels}
-        return [self._constrain(result, axes) for result in results]
-
-    def _constrain(self, array: Value, axes: Mapping[int, tuple[str, ...]]) -> Value:
-        spec = PartitionSpec(*(axes.get(dim) or None for dim in range(array.ndim)))
-        return lax.with_sharding_constraint(array, self._mesh.sharding(spec))
+    sizes, numbers = mesh.auto_axes, eqn.params["dimension_numbers"]
+    axes = tuple(axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1)
+    if not axes or sizes.get("tensor", 1) == 1:
+        return None
+    lhs, out = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
+    samples = math.gcd(lhs[numbers.lhs_spec[0]], out[numbers.out_spec[0]])
+    by_channel = eqn.params["feature_group_count"] % sizes["tensor"] == 0
+    if by_channel and samples % math.prod(sizes[a] for a in axes) == 0:
+        return GroupedLayout(axes, ("tensor",))
+    all_axes = (*axes, "tensor")
+    fits = samples % math.prod(sizes[a] for a in all_axes) == 0
+    return GroupedLayout(all_axes if fits else (), ())

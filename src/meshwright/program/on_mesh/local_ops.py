@@ -17,9 +17,9 @@ from meshwright.program.dims import DimClasses
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of
+from meshwright.program.kernels.find_kernels import LayoutOf
 from meshwright.program.on_mesh.grouped_convolutions import is_grouped
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
-from meshwright.program.on_mesh.sharding_constraints import TensorDim, activation_spec
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,14 @@ class LocalOp:
 
 
 def find_local_ops(
-    classes: DimClasses,
-    *,
-    batch_axes: Mapping[str, int],
-    tensor_dim: TensorDim,
-    tensor_size: int,
+    classes: DimClasses, layout: LayoutOf, batch_axes: Mapping[str, int], tensor_size: int
 ) -> dict[Var, LocalOp]:
     """Return, by first result, the operations that devices run on their own samples.
 
     Args:
         classes: the dims of the program's variables.
+        layout: how activations are sharded over the mesh.
         batch_axes: the mesh axes that samples are sharded over, and their sizes.
-        tensor_dim: which dim of an activation is sharded over the tensor axis.
         tensor_size: the size of the tensor axis.
     """
     found: dict[Var, LocalOp] = {}
@@ -58,10 +54,7 @@ def find_local_ops(
         if not _is_candidate(eqn) or isinstance(eqn.invars[0], Literal):
             continue
         operand, whole = eqn.invars[0], _whole_dims(eqn)
-        specs = [
-            activation_spec(program, variable, classes.batch, batch_axes, tensor_dim)
-            for variable in (operand, *eqn.outvars)
-        ]
+        specs = [layout(program, variable) for variable in (operand, *eqn.outvars)]
         layouts = [_without(spec, whole) for spec in specs if spec is not None]
         if len(layouts) < len(specs) or not all(_has_samples(x, batch_axes) for x in layouts):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -41,6 +41,27 @@ from meshwright.program.on_mesh.remat import Remat
 from meshwright.program.on_mesh.run_blocks import BlockRunner
 from meshwright.program.on_mesh.shared_inputs import SharedInput, SharedInputs
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramLayouts:
+    """What is known of a program's variables on a mesh.
+
+    Attributes:
+        pins: layouts of activations.
+        local_ops: operations that devices run on their own samples.
+        shared_inputs: activations whose gradients several products add up.
+        loop_reads: operations that read weights in loops, and treat samples by themselves.
+        weights: variables of the program that depend on weights alone.
+        kernels: regions of the program that kernels evaluate.
+    """
+
+    pins: Mapping[Var, PartitionSpec] = field(default_factory=dict[Var, PartitionSpec])
+    local_ops: Mapping[Var, LocalOp] = field(default_factory=dict[Var, LocalOp])
+    shared_inputs: Mapping[Var, SharedInput] = field(default_factory=dict[Var, SharedInput])
+    loop_reads: LoopReads = NO_LOOP_READS
+    weights: frozenset[Var] = frozenset()
+    kernels: Kernels = NO_KERNELS
 
 
 class Forward:
@@ -114,14 +135,9 @@ def mesh_evaluator(
     mesh: MeshView,
     uses: Mapping[Var, WeightUse],
     remat: Remat,
+    layouts: ProgramLayouts,
     *,
     wide: bool,
-    constraints: Mapping[Var, PartitionSpec] | None = None,
-    local_ops: Mapping[Var, LocalOp] | None = None,
-    shared_inputs: Mapping[Var, SharedInput] | None = None,
-    loop_reads: LoopReads = NO_LOOP_READS,
-    weight_only: Collection[Var] = (),
-    kernels: Kernels = NO_KERNELS,
     first: Sequence[Rule] = (),
     lookups: bool = True,
 ) -> Evaluator:
@@ -131,25 +147,21 @@ def mesh_evaluator(
         mesh: where it runs.
         uses: the variables that are parameters.
         remat: what layers of a stack save for their backward pass.
+        layouts: what is known of the program's variables there.
         wide: compute in float64.
-        constraints: layouts of activations.
-        local_ops: operations that devices run on their own samples.
-        shared_inputs: activations that several products share.
-        loop_reads: operations that read weights in loops.
-        weight_only: variables that hold weights and no data.
-        kernels: regions that kernels evaluate.
         first: rules that come before those of the mesh.
         lookups: whether the gradients of lookups need a layout.
     """
-    shardings = {v: mesh.sharding(spec) for v, spec in (constraints or {}).items()}
+    kernels = layouts.kernels
+    shardings = {v: mesh.sharding(spec) for v, spec in layouts.pins.items()}
     rules = [
         *first,
         KernelRule(mesh, kernels, shardings),
         cast_leaf,
-        GroupedConvolutions(mesh, frozenset(local_ops or ())),
-        LocalOps(mesh, local_ops or {}),
-        SharedInputs(mesh, shared_inputs or {}),
-        LoopWeights(mesh, loop_reads),
+        GroupedConvolutions(mesh, frozenset(layouts.local_ops)),
+        LocalOps(mesh, layouts.local_ops),
+        SharedInputs(mesh, layouts.shared_inputs),
+        LoopWeights(mesh, layouts.loop_reads),
         rearrange_weight,
         WeightGradients(mesh, lookups, rows=kernels.rows),
         AddWeights(mesh, in_parts=kernels.sums_in_parts),
@@ -161,7 +173,7 @@ def mesh_evaluator(
         [*rules, *WIDE_RULES] if wide else rules,
         numerics=Float64() if wide else None,
         weights=Weights(
-            uses, weight_only, mesh, gather_per_block=remat.gather_per_block, casts=not wide
+            uses, layouts.weights, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),
         constraints={v: sharding for v, sharding in shardings.items() if v not in skipped},
     )
@@ -222,8 +234,9 @@ def local_forward(
     unsharded = [PartitionSpec()] * len(traced.layout.step_leaves)
     view = MeshView(mesh, frozenset(draws.batch_axes))
     uses = weight_uses(traced, {}, unsharded)
+    layouts = ProgramLayouts(kernels=kernels)
     evaluator = mesh_evaluator(
-        view, uses, remat, wide=wide, kernels=kernels, first=[draws.draw], lookups=False
+        view, uses, remat, layouts, wide=wide, first=[draws.draw], lookups=False
     )
     return Forward(traced, evaluator, remat)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.program.evaluate.evaluator import Environment, constrained
 from meshwright.program.evaluate.mesh_view import MeshView
@@ -23,7 +24,7 @@ from meshwright.program.jaxpr.equations import (
     bind,
 )
 from meshwright.program.kernels.find_kernels import Kernels
-from meshwright.program.on_mesh.grouped_convolutions import GroupedLayout, is_grouped
+from meshwright.program.on_mesh.grouped_convolutions import grouped_layout, is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
 
 _ADDS = frozenset({"add", "sub"})
@@ -109,12 +110,22 @@ class GroupedConvolutions:
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate a grouped convolution, its operands and results constrained."""
-        layout = GroupedLayout(eqn, self.mesh) if is_grouped(eqn) else None
-        if layout is None or not layout.needed or eqn.outvars[0] in self.local:
+        layout = grouped_layout(eqn, self.mesh) if is_grouped(eqn) else None
+        if layout is None or eqn.outvars[0] in self.local:
             return None
-        operands = layout.constrain_operands(env.operands(eqn, operands_in_param_dtype(eqn, env)))
+        numbers = eqn.params["dimension_numbers"]
+        lhs, rhs = env.operands(eqn, operands_in_param_dtype(eqn, env))
+        operands = [
+            self._constrain(lhs, dict(zip(numbers.lhs_spec, layout, strict=False))),
+            self._constrain(rhs, {numbers.rhs_spec[0]: layout.channels}),
+        ]
         results = env.evaluator.continue_after(self, eqn, env.with_operands(eqn, operands))
-        return layout.constrain_results(results)
+        axes = dict(zip(numbers.out_spec, layout, strict=False))
+        return [self._constrain(result, axes) for result in results]
+
+    def _constrain(self, array: Value, axes: Mapping[int, tuple[str, ...]]) -> Value:
+        spec = PartitionSpec(*(axes.get(dim) or None for dim in range(array.ndim)))
+        return lax.with_sharding_constraint(array, self.mesh.sharding(spec))
 
 
 @dataclass(frozen=True)

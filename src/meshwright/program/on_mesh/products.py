@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -139,7 +140,7 @@ def _weight_gradient(
     direct = _in_order_of_weight(eqn, weight)
     if direct is not None:
         pair = (others[1 - weight], cotangent)
-        wide = _wide_product(direct, [x.astype(jnp.float32) for x in pair] if widen_first else pair)
+        wide = _wide_product(direct, pair, widen_first)
         return wide[0].astype(value.dtype)
     narrow = platform == "gpu" and eqn.primitive.name == "conv_general_dilated"
     product = product_gradient(eqn, others[0], cotangent) if narrow and weight == 1 else None
@@ -153,8 +154,7 @@ def _weight_gradient(
     if narrow:
         return transposed(cotangent)[0].astype(value.dtype)
     pullback = jax.make_jaxpr(lambda c: transposed(c)[0])(cotangent)
-    rule = _wide_products_on_cpu if widen_first else _wide_products
-    (wide,) = Evaluator([rule]).run(pullback, [cotangent])
+    (wide,) = Evaluator([partial(_wide_products, widen_first)]).run(pullback, [cotangent])
     return wide.astype(value.dtype)
 
 
@@ -180,19 +180,16 @@ def _in_order_of_weight(eqn: Equation, weight: int) -> Equation | None:
     return eqn.replace(params={**eqn.params, "dimension_numbers": numbers, "out_sharding": None})
 
 
-def _wide_products(eqn: Equation, env: Environment) -> list[Value] | None:
+def _wide_products(widen_first: bool, eqn: Equation, env: Environment) -> list[Value] | None:
     """Evaluate products with float32 results."""
-    return _wide_product(eqn, env.operands(eqn)) if eqn.primitive.name in PRODUCTS else None
-
-
-def _wide_products_on_cpu(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Evaluate products of widened operands, with float32 results."""
     if eqn.primitive.name not in PRODUCTS:
         return None
-    return _wide_product(eqn, [x.astype(jnp.float32) for x in env.operands(eqn)])
+    return _wide_product(eqn, env.operands(eqn), widen_first)
 
 
-def _wide_product(eqn: Equation, operands: Sequence[Value]) -> list[Value]:
+def _wide_product(eqn: Equation, operands: Sequence[Value], widen_first: bool) -> list[Value]:
+    if widen_first:
+        operands = [x.astype(jnp.float32) for x in operands]
     params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
     return bind(eqn.replace(params=params), list(operands))
 

@@ -12,34 +12,24 @@ from jax.sharding import PartitionSpec
 
 from meshwright.mesh.axes import AXES, BATCH_AXES, PIPE, resolve_alias
 from meshwright.program.dims import DimClasses, DimFactor, ProgramDims, all_programs
-from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of, name_stack
+from meshwright.program.jaxpr.equations import Literal, Var, aval_of, name_stack
 from meshwright.program.jaxpr.names import module_of
+from meshwright.program.kernels.find_kernels import LayoutOf
 from meshwright.program.trace.requested_layouts import RequestedLayout, requested_layout
 
 TensorDim = Callable[[Sequence[tuple[DimFactor, ...]]], int | None]
 """Returns which dim of an activation is sharded over the tensor axis, if any."""
 
 
-def find_constraints(
-    classes: DimClasses, *, batch_axes: Mapping[str, int], tensor_dim: TensorDim
-) -> dict[Var, PartitionSpec]:
+def find_constraints(classes: DimClasses, layout: LayoutOf) -> dict[Var, PartitionSpec]:
     """Return a spec for every activation that leaves its module and carries the batch.
-
-    Args:
-        classes: the dims of the program's variables.
-        batch_axes: the mesh axes that samples are sharded over, and their sizes.
-        tensor_dim: which dim of an activation is sharded over the tensor axis.
 
     Without them, the partitioner may gather activations instead of weights, and on large meshes it
     does.
     """
-    constraints: dict[Var, PartitionSpec] = {}
-    for program in all_programs(classes.root):
-        for variable in _crossing(program):
-            spec = activation_spec(program, variable, classes.batch, batch_axes, tensor_dim)
-            if spec is not None:
-                constraints[variable] = spec
-    return constraints
+    programs = all_programs(classes.root)
+    found = ((v, layout(program, v)) for program in programs for v in _crossing(program))
+    return {variable: spec for variable, spec in found if spec is not None}
 
 
 def find_weights(classes: DimClasses) -> frozenset[Var]:
@@ -61,46 +51,41 @@ def _crossing(program: ProgramDims) -> Iterator[Var]:
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and producers.get(atom, module) != module:
                 crossing[atom] = None
-        producers.update((variable, module) for variable in _float_results(eqn))
+        floats = (v for v in eqn.outvars if jnp.issubdtype(aval_of(v).dtype, jnp.inexact))
+        producers.update(dict.fromkeys(floats, module))
     for atom in program.jaxpr.outvars:
         if not isinstance(atom, Literal) and atom in producers:
             crossing[atom] = None
     yield from crossing
 
 
-def _float_results(eqn: Equation) -> list[Var]:
-    return [v for v in eqn.outvars if jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
-
-
-def activation_spec(
-    program: ProgramDims,
-    variable: Var,
-    batch: frozenset[int],
-    batch_axes: Mapping[str, int],
-    tensor_dim: TensorDim,
-) -> PartitionSpec | None:
-    """Return the layout of an activation; None if it has no dim of samples that can be sharded.
+def activation_layouts(
+    classes: DimClasses, batch_axes: Mapping[str, int], tensor_dim: TensorDim
+) -> LayoutOf:
+    """Return what gives the layout of an activation, or None if its samples cannot be sharded.
 
     Args:
-        program: the call in which it is a variable.
-        variable: the activation.
-        batch: the classes of samples.
+        classes: the dims of the program's variables.
         batch_axes: the mesh axes that samples are sharded over, and their sizes.
         tensor_dim: which dim is sharded over the tensor axis.
     """
-    dims = program.dims(variable)
     replicas = math.prod(batch_axes.values())
-    entries: list[str | tuple[str, ...] | None] = [None] * len(dims)
-    for number, factors in enumerate(dims):
-        if factors and factors[0].id in batch and factors[0].size % replicas == 0:
-            entries[number] = tuple(batch_axes)
-            break
-    else:
-        return None
-    sharded = tensor_dim(dims)
-    if sharded is not None and entries[sharded] is None:
-        entries[sharded] = "tensor"
-    return PartitionSpec(*entries)
+
+    def layout(program: ProgramDims, variable: Var) -> PartitionSpec | None:
+        dims = program.dims(variable)
+        entries: list[str | tuple[str, ...] | None] = [None] * len(dims)
+        for number, factors in enumerate(dims):
+            if factors and factors[0].id in classes.batch and factors[0].size % replicas == 0:
+                entries[number] = tuple(batch_axes)
+                break
+        else:
+            return None
+        sharded = tensor_dim(dims)
+        if sharded is not None and entries[sharded] is None:
+            entries[sharded] = "tensor"
+        return PartitionSpec(*entries)
+
+    return layout
 
 
 @dataclass(frozen=True)

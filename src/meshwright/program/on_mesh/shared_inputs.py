@@ -19,8 +19,8 @@ from meshwright.program.dims import DimClasses, ProgramDims, all_programs
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var
+from meshwright.program.kernels.find_kernels import LayoutOf
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
-from meshwright.program.on_mesh.sharding_constraints import TensorDim, activation_spec
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,19 @@ class SharedInput:
 
 
 def find_shared_inputs(
-    classes: DimClasses,
-    *,
-    sharded: Collection[int],
-    batch_axes: Mapping[str, int],
-    tensor_dim: TensorDim,
+    classes: DimClasses, sharded: Collection[int], layout: LayoutOf
 ) -> dict[Var, SharedInput]:
     """Return, by first result of each product, the activation it shares with others.
 
     Args:
         classes: the dims of the program's variables, and its events.
         sharded: the classes that the tensor axis shards.
-        batch_axes: the mesh axes that samples are sharded over, and their sizes.
-        tensor_dim: which dim of an activation is sharded over the tensor axis.
+        layout: how activations are sharded over the mesh.
     """
     shared: dict[Var, SharedInput] = {}
     for program in all_programs(classes.root) if sharded else ():
         for variable, products in _shared(classes, program, frozenset(sharded)):
-            spec = activation_spec(program, variable, classes.batch, batch_axes, tensor_dim)
+            spec = layout(program, variable)
             if spec is not None:
                 one = SharedInput(variable, spec)
                 shared.update((eqn.outvars[0], one) for eqn in products)

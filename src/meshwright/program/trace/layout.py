@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,27 +87,14 @@ def plain_layout(leaves: Sequence[Leaf]) -> Layout:
     return Layout(tuple(leaves), tuple(StepLeaf(leaf, (i,)) for i, leaf in enumerate(leaves)))
 
 
-def stacked_layout(leaves: Sequence[Leaf], groups: Sequence[tuple[int, ...]]) -> Layout:
-    """Return the layout in which each group of leaves is stacked into one."""
+def stacked_layout(leaves: Sequence[Leaf], groups: Mapping[tuple[int, ...], str]) -> Layout:
+    """Return the layout in which each group of leaves is stacked into one, which has this path."""
     grouped = {i for group in groups for i in group}
     steps = [StepLeaf(leaf, (i,)) for i, leaf in enumerate(leaves) if i not in grouped]
-    steps += [StepLeaf(_stack([leaves[i] for i in group]), group) for group in groups]
+    steps += [StepLeaf(_stack(leaves[g[0]], len(g), path), g) for g, path in groups.items()]
     return Layout(tuple(leaves), tuple(steps))
 
 
-def _stack(leaves: Sequence[Leaf]) -> Leaf:
-    first = leaves[0]
-    varying = [
-        i
-        for i, parts in enumerate(zip(*(leaf.path.split(".") for leaf in leaves), strict=True))
-        if len(set(parts)) > 1
-    ]
-    parts = first.path.split(".")
-    for i in varying:
-        parts[i] = "*"
-    return replace(
-        first,
-        path=".".join(parts),
-        shape=(len(leaves), *first.shape),
-        annotation=(None, *first.annotation) if first.annotation else None,
-    )
+def _stack(leaf: Leaf, count: int, path: str) -> Leaf:
+    annotation = (None, *leaf.annotation) if leaf.annotation else None
+    return replace(leaf, path=path, shape=(count, *leaf.shape), annotation=annotation)

@@ -2,7 +2,7 @@
 
 A constraint binds its result to a mesh, but a program is traced before there is one, and its author
 may have had another. While a loss is traced, constraints become values with a name that says which
-axes were asked for; `on_mesh/model_layouts` turns these into layouts on the mesh.
+axes were asked for; `on_mesh/sharding_constraints` turns these into layouts on the mesh.
 """
 
 from __future__ import annotations
