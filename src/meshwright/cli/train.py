@@ -25,7 +25,7 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.inputs.plan_file import other_model
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
-from meshwright.planner.estimate.estimator import make_estimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.attempts import EarlierAttempts, ProcessRange
@@ -133,7 +133,7 @@ def _train(request: Request, folder: Path) -> int:
             ],
             interrupt=current_interrupt(),
             estimator=partial(
-                make_estimator,
+                Estimator,
                 recipe.model,
                 recipe.loss,
                 recipe.optimizer,

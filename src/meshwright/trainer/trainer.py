@@ -49,7 +49,7 @@ from meshwright.plan import (
     Plan,
     unused_pipeline,
 )
-from meshwright.planner.estimate.estimator import Estimator, make_estimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
@@ -526,7 +526,7 @@ class Trainer:
 
     def _estimator(self, batch: Any) -> Estimator:
         source = model_source(self.model, self.loss, lambda: batch)
-        return make_estimator(
+        return Estimator(
             source,
             self.loss,
             self.optimizer,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -58,48 +58,6 @@ from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
 
 
-class Estimator(Protocol):
-    """Estimates plans for one model, loss and optimizer."""
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of the model's parameters."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of repeated blocks, which pipeline stages divide; 0 without such blocks."""
-        ...
-
-    @property
-    def tensor_sizes(self) -> frozenset[int]:
-        """The sizes of a tensor axis, up to 64, that divide the dims it would shard."""
-        ...
-
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether the model keeps statistics of the samples, such as the means of BatchNorm."""
-        ...
-
-    @property
-    def sample_mixing(self) -> MixedSamplesError | None:
-        """Where the loss mixes samples other than by sums; None if it does not."""
-        ...
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Tokens of one sample; 1 for data other than tokens."""
-        ...
-
-    def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
-        """Return what a plan needs. Milliseconds: a search asks for thousands."""
-        ...
-
-    def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
-        """Return an estimate that is cheaper to make, whose time is hardly ever too long."""
-        ...
-
-
 class OutsideOfStages(NamedTuple):
     """Bytes of what is outside of stages, such as an embedding, on each of them.
 
@@ -120,8 +78,8 @@ class _Case(NamedTuple):
     variant: Variant
 
 
-class ProgramEstimator:
-    """Estimates plans from the traced program of a model.
+class Estimator:
+    """Estimates plans for one model, loss and optimizer, from the traced program.
 
     Programs are traced for two samples and one device, once for each way to save activations;
     what a plan needs follows from how its mesh shards their arrays. Nothing is allocated.
@@ -136,6 +94,7 @@ class ProgramEstimator:
             traced to describe it.
     """
 
+    @activity("tracing the model")
     def __init__(
         self,
         model: ModelSource,
@@ -190,7 +149,7 @@ class ProgramEstimator:
         return tokens_per_sample(self._samples) or 1
 
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
-        """Return what a plan needs on some hardware."""
+        """Return what a plan needs on some hardware. Milliseconds: a search asks for thousands."""
         return self._estimate(_Case(plan, hardware, variant_of(plan, hardware)))
 
     def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
@@ -467,17 +426,3 @@ def _peak_share(chip: Chip, precision: Precision) -> float:
 def _product_share(chip: Chip, precision: Precision) -> float:
     shares = {"no": chip.float32_share, "bf16": chip.bfloat16_share, "fp16": chip.float16_share}
     return chip.product_share * shares[precision]
-
-
-@activity("tracing the model")
-def make_estimator(
-    model: ModelSource,
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
-    batch: Batch,
-    *,
-    precision: Precision,
-    trainable: Filter = nnx.Param,
-) -> Estimator:
-    """Return the estimator for what a run trains; see `ProgramEstimator` for the arguments."""
-    return ProgramEstimator(model, loss, optimizer, batch, trainable=trainable, precision=precision)

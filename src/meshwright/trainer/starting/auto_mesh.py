@@ -13,7 +13,7 @@ from meshwright.hardware import Hardware
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
-from meshwright.planner.estimate.estimator import Estimator, make_estimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
 from meshwright.planner.guidance.plan_report import make_report
 from meshwright.planner.search.candidates import Pins, PlanTask
@@ -45,7 +45,7 @@ def automatic_plan(
         batch: a global batch.
         num_samples: its samples.
     """
-    estimator = make_estimator(
+    estimator = Estimator(
         model, loss, optimizer, batch, trainable=trainable, precision=settings.precision
     )
     task = _task(settings, _present(settings), num_samples)
