@@ -11,8 +11,7 @@ from trace_planes import event, line, mark, plane
 import meshwright as mw
 from meshwright.profile import Profiler, read_profile
 from meshwright.profile.events import read_planes
-from meshwright.profile.trace_times import device_numbers, split_times
-from meshwright.profile.traced_collectives import CollectiveNames
+from meshwright.profile.trace_times import CollectiveNames, device_numbers, split_times
 
 
 def test_overlapped_communication_counts_as_computing():

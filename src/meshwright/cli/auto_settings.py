@@ -14,7 +14,7 @@ from meshwright.inputs.plan_file import plan_settings, with_settings
 from meshwright.plan import Plan, precision
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
-from meshwright.planner.search.config_task import config_task
+from meshwright.planner.search.candidates import config_task
 from meshwright.recipe import make_recipe
 
 _FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat", "sharding.blocks",

@@ -31,8 +31,14 @@ from meshwright.planner.devices.absent_gpus import (
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import room
-from meshwright.planner.rehearse.figures import Figure, figures_table, make_figures
-from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM, Rehearsal, rehearse
+from meshwright.planner.rehearse.rehearsal import (
+    CPU_PROGRAM,
+    Figure,
+    Rehearsal,
+    figures_table,
+    make_figures,
+    rehearse,
+)
 from meshwright.processes import process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.activity import activity

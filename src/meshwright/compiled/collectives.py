@@ -17,12 +17,15 @@ from meshwright.compiled.hlo import (
     parse_hlo,
     trip_count,
 )
-from meshwright.compiled.participants import IRREGULAR, Groups, MeshAxes, parse_replica_groups
-from meshwright.compiled.slices import (
+from meshwright.compiled.participants import (
+    IRREGULAR,
     REARRANGES,
     ElidedError,
+    Groups,
+    MeshAxes,
     Scope,
     UnknownError,
+    parse_replica_groups,
     slices_of,
     value_on_devices,
 )

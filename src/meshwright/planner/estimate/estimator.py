@@ -19,8 +19,7 @@ from meshwright.ledgers.minimum import Needed
 from meshwright.mesh.axes import MODEL_AXES
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import CPU_MARGIN, Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.estimate.model_states import ModelStates, state_key
-from meshwright.planner.estimate.placed_state import PlacedState
+from meshwright.planner.estimate.model_states import ModelStates, PlacedState, state_key
 from meshwright.planner.estimate.traced_programs import (
     GradientPrograms,
     TracedPrograms,

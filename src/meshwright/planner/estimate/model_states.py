@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optax
@@ -13,16 +14,18 @@ from meshwright.config.schema import Precision
 from meshwright.errors import UserError
 from meshwright.ledgers.placed_program import (
     PlacedEvent,
+    PlacedWeight,
     WeightReads,
     place_events,
     place_weights,
     read_weights,
 )
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.cut import BlockCut
 from meshwright.pipeline.place import place_on_stages
 from meshwright.plan import Plan
-from meshwright.planner.estimate.placed_state import PlacedState, place_state
 from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
+from meshwright.planner.workload.sizes import LeafShares
 from meshwright.program.dims import DimClasses
 from meshwright.program.trace.layout import Layout
 from meshwright.sharding.decide import place_leaves
@@ -165,3 +168,80 @@ def _divides(classes: DimClasses, size: int) -> bool:
     except UserError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class PlacedState:
+    """The training state on one device.
+
+    Attributes:
+        parameters: bytes of parameters and of the model's other state.
+        optimizer: bytes of the optimizer's state.
+        gradients: bytes of reduced gradients.
+        sums: bytes of the sums of gradients over microbatches.
+        shares: by number of the step leaf, which part of it the device has.
+        weights: how many weights are placed alike.
+        outside: bytes of the parameters outside of pipeline stages, as each stage computes with
+            them: divided by the tensor axis alone.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    sums: int
+    shares: Mapping[int, LeafShares]
+    weights: Mapping[PlacedWeight, int]
+    outside: float = 0.0
+
+
+def place_state(
+    layout: Layout,
+    divided: Sequence[Placement],
+    sizes: Mapping[str, int],
+    optimizer: FlatOptimizer,
+    weights: Mapping[PlacedWeight, int],
+    *,
+    zero: int,
+    staged: Collection[int] = (),
+) -> PlacedState:
+    """Return the training state on one device.
+
+    Args:
+        layout: the step's leaves.
+        divided: the placement of each, divided as far as the mesh does.
+        sizes: axis sizes of the mesh.
+        optimizer: the optimizer with this layout, on any mesh.
+        weights: how many weights are placed alike.
+        zero: what the fsdp axis divides: optimizer state, gradients, parameters.
+        staged: numbers of the leaves that hold blocks of pipeline stages.
+    """
+    leaves = layout.step_leaves
+    trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+    shares: dict[int, LeafShares] = {}
+    parameters = gradients = sums = 0
+    outside = 0.0
+    for number, (step, placement) in enumerate(zip(leaves, divided, strict=True)):
+        without = _shards(placement, sizes, "fsdp")
+        whole = 1 / without
+        least = 1 / placement.shards(sizes)
+        # Below zero 3, parameters outside of stages are whole on all of them.
+        kept = ("fsdp",) if number in staged else ("fsdp", PIPE)
+        at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
+        gradient = whole if zero == 1 else least
+        shares[number] = LeafShares(whole, at_rest, gradient)
+        parameters += round(step.leaf.nbytes * at_rest)
+        if step.leaf.role == "param":
+            if staged and number not in staged:
+                outside += step.leaf.nbytes / _shards(placement, sizes, "fsdp", "pipe")
+            gradients += round(step.leaf.nbytes * gradient)
+            sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
+    placed = optimizer.placed([divided[n] for n in trained], sizes)
+    own = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
+    return PlacedState(parameters, own, gradients, sums, shares, weights, outside)
+
+
+def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:
+    count = 1
+    for axis in placement.axes():
+        count *= 1 if axis in without else sizes.get(axis, 1)
+    return count

@@ -17,8 +17,7 @@ from meshwright.hardware import Hardware
 from meshwright.inputs.plan_file import without_planned
 from meshwright.planner.devices.absent_gpus import INSTALL
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.rehearse.figures import Figure, percent
-from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM
+from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM, Figure, percent
 from meshwright.runtime.activity import activity
 from meshwright.text.columns import Columns
 from meshwright.text.units import human_bytes
