@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Literal
 
 import numpy as np
@@ -145,30 +145,21 @@ class _Reader:
         collectives: list[Collective] = []
         sums = merged_sums(scope.computation, self._participants)
         for instruction in scope.computation.instructions:
-            opcode = instruction.opcode
             if is_collective(instruction):
                 result = sums.get(instruction.name, instruction)
                 if result is not None:
                     collectives += self._collectives(scope, instruction, result, count)
-            elif opcode == "while":
+                continue
+            times = count
+            if instruction.opcode == "while":
                 trips = trip_count(self.program, scope.computation, instruction)
-                times = count * (1 if trips is None else trips)
-                for called in self.program.called_by(instruction, "condition", "body"):
-                    collectives += self.read(Scope(called, scope, instruction), times)
-            elif opcode == "conditional":
-                collectives += self._heaviest_branch(scope, instruction, count)
-            elif opcode.removesuffix("-start") in ("call", "fusion", "async"):
-                for called in self.program.called_by(instruction, "to_apply", "calls"):
-                    collectives += self.read(Scope(called, scope, instruction), count)
+                times = count if trips is None else count * trips
+            called = self.program.run_by(instruction)
+            inside = [self.read(Scope(inner, scope, instruction), times) for inner in called]
+            if instruction.opcode == "conditional":
+                inside = [max(inside, key=lambda part: sum(c.sent_bytes for c in part), default=[])]
+            collectives += chain.from_iterable(inside)
         return collectives
-
-    def _heaviest_branch(
-        self, scope: Scope, instruction: Instruction, count: int
-    ) -> list[Collective]:
-        roles = ("branch_computations", "true_computation", "false_computation")
-        branches = self.program.called_by(instruction, *roles)
-        lists = [self.read(Scope(branch, scope, instruction), count) for branch in branches]
-        return max(lists, key=lambda branch: sum(c.sent_bytes for c in branch), default=[])
 
     def _collectives(
         self, scope: Scope, instruction: Instruction, result: Instruction, count: int

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.compiled.hlo import Computation, Instruction, Program
+from meshwright.compiled.hlo import Computation, Instruction, Program, carried_in, carried_index
 
 Groups = tuple[tuple[int, ...], ...]
 PerDevice = np.ndarray[Any, np.dtype[Any]]
@@ -231,25 +231,11 @@ def _passed_in(scope: Scope, instruction: Instruction) -> str:
     call, caller = scope.call, scope.caller
     if call and instruction.opcode == "parameter" and call.opcode in ("fusion", "call"):
         return call.operands[int(instruction.literal)]
-    if call and caller and instruction.opcode == "get-tuple-element" and call.opcode == "while":
-        state = scope.computation.by_name[instruction.operands[0]]
-        start = caller.computation.by_name[call.operands[0]]
-        index = instruction.attributes["index"]
-        passed_on = scope.computation.by_name.get(_at(scope.computation.root, index))
-        if (
-            state.opcode == "parameter"
-            and passed_on
-            and passed_on.operands == instruction.operands
-            and passed_on.attributes.get("index") == index
-        ):
-            return _at(start, index)
+    if call and caller and call.opcode == "while":
+        index = carried_index(scope.computation, instruction.name)
+        if name := carried_in(caller.computation, call, scope.computation, index):
+            return name
     raise UnknownError(instruction.opcode)
-
-
-def _at(tuple_instruction: Instruction, index: str) -> str:
-    if tuple_instruction.opcode != "tuple":
-        raise UnknownError(tuple_instruction.opcode)
-    return tuple_instruction.operands[int(index)]
 
 
 def _constant(instruction: Instruction) -> PerDevice:
