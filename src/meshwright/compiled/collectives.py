@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Literal
 
@@ -175,26 +175,22 @@ class _Reader:
             return []
         collectives: list[Collective] = []
         for value in _exchanged_values(scope.computation, instruction, kind):
-            payload = value.bytes * size if kind == "all-gather" else value.bytes
-            parts = [(kind, axes, size, payload)]
+            collective = Collective(
+                kind=kind,
+                axes=axes,
+                group_size=size,
+                count=count,
+                payload_bytes=value.bytes * size if kind == "all-gather" else value.bytes,
+                dtype=value.dtype,
+                module=module_of(value.op_name),
+                phase=phase_of(value.op_name),
+                name=instruction.name,
+                op_name=value.op_name,
+            )
+            scatter: tuple[str, ...] = ()
             if kind == "all-reduce":
                 scatter = self._scatter_axes(scope, result, value.position, axes, groups)
-                parts = self._as_scatter(axes, size, payload, scatter)
-            collectives += [
-                Collective(
-                    kind=part_kind,
-                    axes=part_axes,
-                    group_size=part_size,
-                    count=count,
-                    payload_bytes=part_bytes,
-                    dtype=value.dtype,
-                    module=module_of(value.op_name),
-                    phase=phase_of(value.op_name),
-                    name=instruction.name,
-                    op_name=value.op_name,
-                )
-                for part_kind, part_axes, part_size, part_bytes in parts
-            ]
+            collectives += self._as_scatter(collective, scatter)
         return collectives
 
     def _participants(self, instruction: Instruction) -> tuple[tuple[str, ...], Groups]:
@@ -208,20 +204,17 @@ class _Reader:
         groups = parse_replica_groups(text, self.mesh.num_devices)
         return self.mesh.spanned(groups), groups
 
-    def _as_scatter(
-        self, axes: tuple[str, ...], size: int, payload: int, scatter: tuple[str, ...]
-    ) -> list[tuple[str, tuple[str, ...], int, int]]:
-        """Return what an all-reduce counts as if its result is sliced over ``scatter``."""
+    def _as_scatter(self, whole: Collective, scatter: tuple[str, ...]) -> Iterator[Collective]:
+        """Yield what an all-reduce counts as if its result is sliced over ``scatter``."""
+        rest = tuple(axis for axis in whole.axes if axis not in scatter)
         if not scatter:
-            return [("all-reduce", axes, size, payload)]
-        if scatter == axes:
-            return [("reduce-scatter", axes, size, payload)]
-        share = self.mesh.size(scatter)
-        rest = tuple(axis for axis in axes if axis not in scatter)
-        return [
-            ("reduce-scatter", scatter, share, payload),
-            ("all-reduce", rest, size // share, payload // share),
-        ]
+            yield whole
+            return
+        share = whole.group_size if not rest else self.mesh.size(scatter)
+        yield replace(whole, kind="reduce-scatter", axes=scatter, group_size=share)
+        if rest:
+            size, payload = whole.group_size // share, whole.payload_bytes // share
+            yield replace(whole, axes=rest, group_size=size, payload_bytes=payload)
 
     def _scatter_axes(
         self,

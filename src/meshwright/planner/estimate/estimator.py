@@ -62,11 +62,12 @@ class OutsideOfStages(NamedTuple):
 
     Attributes:
         gradients: of gradients, as fsdp shards them.
-        parameters: of parameters, gathered over the stages.
+        gathered: of parameters, gathered over the stages, and of what a stage computes with:
+            gathered over fsdp, or cast.
     """
 
     gradients: float
-    parameters: float
+    gathered: float
 
 
 class _Case(NamedTuple):
@@ -294,11 +295,10 @@ class Estimator:
         own = working(inside=True) + at_hand + again * max(0.0, depth - 1)
         state = self._states.of(plan)
         outside = _outside_of_stages(plan, state)
-        gathered = outside.parameters + _computed_with(plan, state, outside.parameters)
         uses: dict[Use, float] = {
             # There are the gradient of a microbatch and the sum of them.
             "gradients": 2 * outside.gradients,
-            "gathered": whole.uses["gathered"] + gathered,
+            "gathered": whole.uses["gathered"] + outside.gathered,
             "activations": each * (slots.saved + slots.cuts) + carried,
             "working": max(own, working(inside=False) + _part_sums(program, sizes)),
         }
@@ -360,9 +360,6 @@ def _with_margin(state: PlacedState, batch: int, gradients: int) -> MemoryEstima
         optimizer=state.optimizer,
         gradients=gradients,
         batch=batch,
-        gathered=0,
-        activations=0,
-        working=0,
         reserved=round(CPU_MARGIN * exact),
         all_gradients=gradients,
     )
@@ -381,24 +378,13 @@ def _staged(plan: Plan) -> tuple[str, int, int, int]:
 
 def _outside_of_stages(plan: Plan, state: PlacedState) -> OutsideOfStages:
     """Return what is outside of stages on each of them."""
-    shards, zero = plan.size("fsdp"), plan.sharding.zero
-    return OutsideOfStages(
-        gradients=state.outside / (shards if zero > 1 else 1),
-        parameters=state.outside / (shards if zero == 3 else 1),
-    )
-
-
-def _computed_with(plan: Plan, state: PlacedState, parameters: float) -> float:
-    """Return the bytes of what a stage computes with: gathered over fsdp, or cast.
-
-    Args:
-        plan: the plan.
-        state: the training state on a device.
-        parameters: bytes of the parameters outside of stages, on each of them.
-    """
+    shards, zero, whole = plan.size("fsdp"), plan.sharding.zero, state.outside
+    parameters = whole / (shards if zero == 3 else 1)
     if COMPUTE_DTYPES[plan.precision] is None:
-        return state.outside if parameters < state.outside else 0.0
-    return state.outside / 2 + (state.parameters / 2 if plan.size("fsdp") == 1 else 0.0)
+        computed = whole if parameters < whole else 0.0
+    else:
+        computed = whole / 2 + (state.parameters / 2 if shards == 1 else 0.0)
+    return OutsideOfStages(whole / (shards if zero > 1 else 1), parameters + computed)
 
 
 def _depth(plan: Plan, blocks: BlockParts) -> float:

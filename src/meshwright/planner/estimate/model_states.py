@@ -21,7 +21,6 @@ from meshwright.ledgers.placed_program import (
     read_weights,
 )
 from meshwright.mesh.axes import PIPE
-from meshwright.pipeline.divide.cut import BlockCut
 from meshwright.pipeline.place import place_on_stages
 from meshwright.plan import Plan
 from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
@@ -48,7 +47,6 @@ class ModelStates:
         self._programs, self._optimizer = programs, optimizer
         self.tensor_sizes = functools.cache(self._find_tensor_sizes)
         self._tensor = functools.cache(self._choose_tensor)
-        self._stage_tensor = functools.cache(self._choose_stage_tensor)
         self._reads = functools.cache(self._find_reads)
         self._events = functools.cache(self._find_events)
         self._known: dict[Any, PlacedState] = {}
@@ -68,62 +66,47 @@ class ModelStates:
 
     def events(self, plan: Plan) -> list[PlacedEvent]:
         """Return what operations of a plan send over its tensor axis."""
-        blocks = None if plan.size("pipe") > 1 else plan.sharding.blocks
-        return self._events(plan.precision, blocks, plan.size("tensor"))
+        return self._events(plan.precision, _blocks_or_stages(plan), plan.size("tensor"))
 
     def _find_events(
         self, precision: Precision, blocks: Blocks | None, size: int
     ) -> list[PlacedEvent]:
         """Return the events of a program whose blocks run this way; None for one in stages."""
-        if blocks is None:
-            classes, cut = self._programs.stage_classes(precision), self._programs.cut(precision)
-            return place_events(classes, self._stage_tensor(precision, size), cut)
+        cut = self._programs.cut(precision) if blocks is None else None
         classes = self._programs.classes(precision, blocks)
-        return place_events(classes, self._tensor(precision, blocks, size))
+        return place_events(classes, self._tensor(precision, blocks, size), cut)
 
     def _find_reads(self, precision: Precision, blocks: Blocks | None) -> WeightReads:
         """Return how a program whose blocks run this way reads its weights."""
-        if blocks is None:
-            return read_weights(self._programs.cut(precision).traced)
-        return read_weights(self._programs.program(precision, blocks).traced)
+        return read_weights(self._programs.traced(precision, blocks))
 
     def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
         """Return the sizes of a tensor axis, up to 64, that divide what it would divide."""
         classes = self._programs.classes(precision, "scan")
         return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
 
-    def _choose_tensor(self, precision: Precision, blocks: Blocks, size: int) -> TensorChoice:
+    def _choose_tensor(
+        self, precision: Precision, blocks: Blocks | None, size: int
+    ) -> TensorChoice:
         return choose_tensor_dims(self._programs.classes(precision, blocks), size)
-
-    def _choose_stage_tensor(self, precision: Precision, size: int) -> TensorChoice:
-        return choose_tensor_dims(self._programs.stage_classes(precision), size)
 
     def _place(self, plan: Plan) -> PlacedState:
         sizes = {axis: size for axis, size in plan.mesh.items() if axis != "data"}
         program = self._programs.step_program(plan)
         layout = program.traced.layout
-        staged: set[int] = set()
-        if program.cut is None:
-            classes = self._programs.classes(plan.precision, plan.sharding.blocks)
-            tensor = self.tensor_choice(plan)
-            divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding)
-        else:
-            staged = {stack.number for stack in program.cut.stacks}
-            divided = self._place_stages(program.cut, plan, sizes, staged)
+        cut, blocks, staged = program.cut, _blocks_or_stages(plan), set[int]()
+        if cut is not None:
+            staged = {stack.number for stack in cut.stacks}
+        classes = self._programs.classes(plan.precision, blocks)
+        tensor = self._tensor(plan.precision, blocks, plan.size("tensor"))
+        divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding, staged)
+        if cut is not None:
+            divided = place_on_stages(cut, divided, plan.size("pipe"), plan.num_chunks)
         optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
-        reads = self._reads(plan.precision, None if program.cut else plan.sharding.blocks)
-        placed = place_weights(layout.step_leaves, divided, plan, reads, program.cut)
+        reads = self._reads(plan.precision, blocks)
+        placed = place_weights(layout.step_leaves, divided, plan, reads, cut)
         weights = Counter(weight._replace(module="") for weight in placed)
         return place_state(layout, divided, sizes, optimizer, weights, zero=zero, staged=staged)
-
-    def _place_stages(
-        self, cut: BlockCut, plan: Plan, sizes: Mapping[str, int], staged: Collection[int]
-    ) -> tuple[Placement, ...]:
-        """Return the placements of a program in stages; its dims do not depend on their number."""
-        classes = self._programs.stage_classes(plan.precision)
-        tensor = self._stage_tensor(plan.precision, plan.size("tensor"))
-        divided = place_leaves(cut.traced, classes, tensor, sizes, plan.sharding, staged)
-        return place_on_stages(cut, divided, plan.size("pipe"), plan.num_chunks)
 
     def _flat_optimizer(
         self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]
@@ -152,6 +135,11 @@ class ModelStates:
                 self._alike.append((stacks, flat.stacks_alike))
             self._flat[key] = flat
         return self._flat[key]
+
+
+def _blocks_or_stages(plan: Plan) -> Blocks | None:
+    """Return how the blocks of a plan run; None if pipeline stages run them."""
+    return None if plan.size("pipe") > 1 else plan.sharding.blocks
 
 
 def state_key(plan: Plan) -> tuple[Any, ...]:
