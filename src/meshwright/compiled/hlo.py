@@ -218,7 +218,8 @@ def _read_instruction(line: str) -> Instruction | None:
     assert opcode, f"no opcode in: {line}"
     arguments, end = _split(line, opcode.end())
     rest, _ = _split(line, end + 1)
-    attributes = {key.strip(): value for key, sign, value in map(_equation, rest) if sign}
+    parts = (part.partition("=") for part in rest)
+    attributes = {key.strip(): value for key, sign, value in parts if sign}
     is_leaf = opcode[1] in ("parameter", "constant")
     return Instruction(
         name=head["name"],
@@ -284,10 +285,6 @@ def _split(text: str, start: int) -> tuple[list[str], int]:
             last = token.end()
     parts.append(text[last:end])
     return [part.strip() for part in parts if part.strip()], end
-
-
-def _equation(text: str) -> tuple[str, str, str]:
-    return text.partition("=")
 
 
 def _operand_name(text: str) -> str:
