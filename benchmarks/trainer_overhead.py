@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,8 @@ from flax import nnx
 from record import median_interval, verdict, write_record
 
 import meshwright as mw
-from meshwright.config.duration import Duration
-from meshwright.data.user_data import as_data
 from meshwright.step.canonical import CanonicalForm
 from meshwright.trainer import training_run
-from meshwright.trainer.run_spec import OutputSpec, RunSpec
 
 LOG_EVERY = 10
 BATCH, WIDTH, DEPTH = 1024, 384, 6
@@ -124,7 +121,6 @@ class Alternating:
 def measure(folder: Path, work: Work) -> dict[str, Any]:
     """Run the pairs and the saves."""
     data, block = work.data, work.block
-    assembled = work.trainer.assemble(data)
     loaders: list[Alternating] = []
 
     def loader(*_: Any, **__: Any) -> Alternating:
@@ -140,22 +136,14 @@ def measure(folder: Path, work: Work) -> dict[str, Any]:
         return step.__class__(**{**vars(step), "run": loaders[0].step})
 
     training_run.compile_step = compiled
-    spec = RunSpec(
-        assembled=assembled,
-        loss=work.trainer.loss,
-        batch=data,
-        data=as_data(data),
-        duration=Duration(updates=block // 2 + work.pairs * block),
-        seed=0,
-        initial_state=lambda: assembled.init(0),
-        output=OutputSpec(
-            run_dir=folder,
-            log_every=LOG_EVERY,
-            tracking=mw.TrackingConfig(tensorboard=True),
-            checkpoint=mw.CheckpointConfig(every=2 * block),
-        ),
+    result = replace(work.trainer, log_every=LOG_EVERY).fit(
+        data,
+        batch_size=len(next(iter(data.values()))),
+        steps=block // 2 + work.pairs * block,
+        run_dir=folder,
+        tracking=mw.TrackingConfig(tensorboard=True),
+        checkpoint=mw.CheckpointConfig(every=2 * block),
     )
-    result = training_run.TrainingRun(spec).run()
     return {
         "trainer_ms": [1e3 * t for t in loaders[0].trainer],
         "bare_ms": [1e3 * t for t in loaders[0].bare],

@@ -19,8 +19,8 @@ from meshwright.errors import MeshwrightError, Spelling, spelled_for
 from meshwright.profile.profile import advise
 from meshwright.recipe import learning_rate
 from meshwright.tracking.setup import check_tracking
-from meshwright.trainer.resuming.resume import find_resume_point
-from meshwright.trainer.starting.warm_start import warm_start
+from meshwright.trainer.starting.resume import find_resume_point
+from meshwright.trainer.starting.start import warm_start
 
 KEYS = "|".join(re.escape(key) for key in field_paths(Config) if "." in key)
 DOTTED = re.compile(rf"(?<![\w./])({KEYS}|hydra\.run\.dir|(model|task|data)\.[a-z_]+)(?![\w.])")

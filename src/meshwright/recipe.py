@@ -124,7 +124,8 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
     config_data = find_data(config, task)
     duration = training_duration(config)
     updates = None
-    if duration.seconds is None:
+    # A constant learning rate does not depend on the data, which may be given later.
+    if duration.seconds is None and config.optimizer.schedule != "constant":
         samples = None if duration.epochs is None else config_data.train.num_samples
         updates = duration.total_updates(num_samples=samples, batch_size=global_batch_size)
     rate = learning_rate(config, global_batch_size, updates)

@@ -176,7 +176,7 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["training.early_stopping_patience=2"], "write training.eval_every=… too"),
         (["resume=must"], "resume=must, and there is no checkpoint to resume from"),
         (["resume=nowhere"], "there is no folder"),
-        (["training.callbacks=[own_train:Lossless]"], "own_train:Lossless] is no callback"),
+        (["training.callbacks=[own_train:Lossless]"], "own_train:Lossless] is not a callback"),
         (["training.callbacks=[own_train:Nobody]"], "cannot load `training.callbacks=[own_train:"),
     ],
 )

@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 from meshwright.tasks.classification import Classification
 from meshwright.tasks.language_modeling import LanguageModeling
 from meshwright.tasks.reconstruction import Reconstruction
-from meshwright.trainer.resuming.resume import check_same_run
+from meshwright.trainer.starting.resume import check_same_run
 
 
 class Rows:

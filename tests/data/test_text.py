@@ -62,14 +62,6 @@ def test_a_file_that_is_no_utf8_stops_or_is_skipped(folder, tokenizer_file):
     assert source.describe().endswith("; 1 corrupt record was skipped")
 
 
-def test_the_standard_library_is_there_without_a_path():
-    source = text_source(sequence_length=128)
-    assert len(source) > 10_000
-    text = source.tokenizer.decode(source.rows(np.arange(200))["tokens"][:, :-1].reshape(-1))
-    assert "import" in text
-    assert source.describe().startswith("the Python standard library: ")
-
-
 def test_what_is_missing_empty_or_too_short_is_named(tmp_path):
     with pytest.raises(UserError, match="does not exist") as caught:
         text_source(path=str(tmp_path / "corpus.txt"), sequence_length=4)

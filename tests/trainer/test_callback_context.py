@@ -8,7 +8,7 @@ from flax import nnx
 
 import meshwright as mw
 from meshwright.config.schema import CheckpointConfig
-from meshwright.trainer.starting.optax_rate import find_schedule
+from meshwright.trainer.starting.learning_rate import find_schedule
 
 DATA = {"x": np.random.default_rng(0).normal(size=(32, 4)).astype("float32")}
 COSINE = optax.cosine_decay_schedule(0.1, 10)

@@ -1,5 +1,6 @@
 """How long a run goes on, what it looks at, and what it tells."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -16,18 +17,15 @@ import meshwright as mw
 from meshwright.checkpoint.store import Saved
 from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import CheckpointConfig
-from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.step.canonical import Snapshot
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.checkpointer import BackgroundCheckpointer
-from meshwright.trainer.ending.limits import Limits
-from meshwright.trainer.ending.stop import Stop, StopReason
-from meshwright.trainer.incidents.finite_check import FiniteCheck
-from meshwright.trainer.meter import Meter, Work
-from meshwright.trainer.run_spec import OutputSpec, RunSpec
-from meshwright.trainer.training_run import TrainingRun
+from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.incidents.not_finite import FiniteCheck
+from meshwright.trainer.limits import Limits
+from meshwright.trainer.run_progress import Meter, Stop, StopReason, Work
 
 __all__ = ["quick_module"]
 
@@ -110,7 +108,7 @@ def test_time_is_up_when_it_is_up(fit, monkeypatch):
     clock = iter(range(0, 1000, 10))
     # Others read the clock too, so only that of the limits is replaced.
     own = SimpleNamespace(monotonic=lambda: next(clock))
-    monkeypatch.setattr("meshwright.trainer.ending.limits.time", own)
+    monkeypatch.setattr("meshwright.trainer.limits.time", own)
     result = fit(max_duration="25s")
     assert result.stopped == "25 s have passed"
     # The limits are asked at every look; the first after update 3, and each takes ten seconds.
@@ -148,23 +146,10 @@ def test_evaluation_is_the_mean_in_evaluation_mode():
 
 
 def test_a_profile_is_taken_on_the_way(tmp_path):
-    assembled = TRAINER.assemble({k: v[:16] for k, v in ARRAYS.items()})
-    spec = RunSpec(
-        assembled=assembled,
-        loss=square_loss,
-        batch={k: v[:16] for k, v in ARRAYS.items()},
-        data=as_data(ARRAYS),
-        duration=Duration(updates=10),
-        seed=0,
-        initial_state=lambda: assembled.init(0),
-        output=OutputSpec(
-            run_dir=tmp_path,
-            progress=False,
-            checkpoint=CheckpointConfig(enabled=False),
-            profile=True,
-        ),
-    )
-    TrainingRun(spec).run()
+    own = dataclasses.replace(TRAINER)
+    own.defaults = FitSettings(profile=True)
+    unsaved = CheckpointConfig(enabled=False)
+    own.fit(ARRAYS, batch_size=16, steps=10, run_dir=tmp_path, progress=False, checkpoint=unsaved)
     profile = json.loads((tmp_path / "profile.json").read_text())
     assert sum(profile["shares"].values()) == pytest.approx(1.0)
     assert {c["axis"] for c in profile["collectives"]} == {"data×fsdp"}
@@ -200,7 +185,7 @@ def test_epochs_of_endless_data_cannot_be_counted():
 
 def test_the_meter_counts_updates_and_leaves_out_what_is_no_training(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("meshwright.trainer.meter.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("meshwright.trainer.run_progress.time.perf_counter", lambda: clock[0])
     meter = Meter(Work(samples=8, tokens=80, flops=1000, peak_flops=10_000.0), jax.devices())
     meter.restart(10, waited=1.0)
     clock[0] = 5.0
@@ -220,8 +205,8 @@ def test_limits_ask_the_callbacks_first():
 
 def test_a_signal_to_one_process_interrupts_them_all(monkeypatch):
     others = [None, ["signal", "SIGTERM asked to stop"]]
-    monkeypatch.setattr("meshwright.trainer.ending.limits.process_count", lambda: 3)
-    monkeypatch.setattr("meshwright.trainer.ending.limits.gather", lambda own: [own, *others])
+    monkeypatch.setattr("meshwright.trainer.limits.process_count", lambda: 3)
+    monkeypatch.setattr("meshwright.trainer.limits.gather", lambda own: [own, *others])
     limits = Limits(5, 0.0, Callbacks([]))
     assert limits.stop() == Stop(StopReason.SIGNAL, "SIGTERM asked to stop")
     assert limits.stop().interrupted

@@ -119,10 +119,10 @@ def test_all_devices_are_on_data_by_default(settings):
 
 def test_auto_takes_what_the_planner_chooses_and_keeps_it(monkeypatch, capfd):
     wide = ClosedForm(blocks=4, hidden=64, heads=4, vocabulary=256, tokens=2**20)
-    monkeypatch.setattr("meshwright.trainer.starting.auto_mesh.Estimator", lambda *_, **__: wide)
+    monkeypatch.setattr("meshwright.trainer.starting.planning.Estimator", lambda *_, **__: wide)
     # Else the choice depends on the memory of the host.
     cpus = parse_hardware("8xCPU")
-    monkeypatch.setattr("meshwright.trainer.starting.auto_mesh.hardware_of", lambda _: cpus)
+    monkeypatch.setattr("meshwright.trainer.starting.planning.hardware_of", lambda _: cpus)
     own, batch = trainer(mesh="auto", gradient_accumulation_steps=2), next(batches(1))
     plan = own.assemble(batch).plan
     assert (plan.mesh, plan.batch.gradient_accumulation_steps) == ({"data": 8}, 2)
@@ -215,7 +215,7 @@ def test_the_number_of_steps_is_whole_and_not_negative(steps):
 
 @pytest.mark.parametrize("said", [{}, {"steps": 2, "max_duration": "2ep"}])
 def test_how_long_to_train_is_said_once(said):
-    with pytest.raises(UserError, match="length of the training must be given exactly once"):
+    with pytest.raises(UserError, match="length of the run must be given exactly once"):
         trainer().fit(batches(1), **said)
 
 
@@ -258,7 +258,7 @@ def test_a_loss_that_is_not_finite_is_told_with_its_update(assembled):
     "pipeline", ["zb_h1", {"schedule": "zb_h1"}, mw.PipelineConfig(schedule="zb_h1")]
 )
 def test_a_schedule_may_be_a_name_a_dict_or_a_config(pipeline):
-    plan = trainer(mesh="pipe=2,fsdp=4", pipeline=pipeline)._plan(Net, next(batches(1, 32)))
+    plan = trainer(mesh="pipe=2,fsdp=4", pipeline=pipeline)._plan(next(batches(1, 32)))
     assert (plan.schedule, plan.num_microbatches) == ("zb_h1", 8)
 
 
@@ -277,7 +277,7 @@ def test_what_is_no_pipeline_is_refused_at_once(pipeline, said):
 
 def test_a_mesh_for_more_devices_names_the_way_to_simulate_them():
     with pytest.raises(UserError, match=r"mw.simulate_devices\(16\) before JAX starts"):
-        trainer(mesh="fsdp=16")._plan(Net, next(batches(1, 32)))
+        trainer(mesh="fsdp=16")._plan(next(batches(1, 32)))
 
 
 def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):

@@ -3,7 +3,7 @@
 import numpy as np
 from hf_folders import GPT2
 
-from meshwright.cli.sample import until_end
+from meshwright.trainer.trained.text_sample import until_end
 from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.kept import end_tokens, keep_files
 

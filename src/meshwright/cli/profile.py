@@ -22,7 +22,7 @@ from meshwright.step.assemble import Assembled
 from meshwright.text.columns import Columns, Indented
 from meshwright.text.units import counted, human_bytes
 from meshwright.trainer.batch_loader import BatchLoader
-from meshwright.trainer.compiled_step import compile_step
+from meshwright.trainer.programs import compile_step
 
 
 def run(request: Request) -> int:

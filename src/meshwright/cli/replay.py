@@ -13,7 +13,7 @@ def run(arguments: Arguments, output: Output) -> int:
     (path,) = arguments.words("one record", example=example)
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.runtime.jax_internals import jax_has_started
-    from meshwright.trainer.incidents.read_record import read_record
+    from meshwright.trainer.incidents.flight_record import read_record
     from meshwright.trainer.incidents.replay import replay
 
     record = read_record(path)

@@ -67,6 +67,11 @@ class ConfigData:
         else:
             self._arguments()
 
+    @property
+    def is_built_in_text(self) -> bool:
+        """Whether these are the sentences of the built-in grammar."""
+        return self.section.kind == "text" and self.section.arguments().get("path") is None
+
     @cached_property
     def train(self) -> Data:
         """The data to train on."""

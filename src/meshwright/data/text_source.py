@@ -1,9 +1,8 @@
-"""Text: the user's files, or the source code of the Python standard library."""
+"""Text: the user's files, or sentences of a small grammar."""
 
 from __future__ import annotations
 
 import codecs
-import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from meshwright.data.corrupt import OnCorrupt
 from meshwright.data.documents import LONG, DocumentBlock, Packing, Position, pieces
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
+from meshwright.data.sentences import sentence_file
 from meshwright.data.token_cache import Corpus
 from meshwright.data.tokenizer import (
     ByteTokenizer,
@@ -22,9 +22,6 @@ from meshwright.data.tokenizer import (
     token_dtype,
 )
 from meshwright.errors import Setting, UserError
-
-CORPUS_BYTES = 16 * 2**20
-"""How much of the standard library is read: enough for a demonstration, quick to load."""
 
 READ_BYTES = 2**21
 
@@ -43,8 +40,8 @@ def text_source(
 
     Args:
         sequence_length: tokens the model sees per row.
-        path: a file, a folder, a pattern, or a list of these; without one, the source code of the
-            Python standard library.
+        path: a file, a folder, a pattern, or a list of these; without one, sentences of a
+            small grammar, which a small model learns in a minute.
         tokenizer: a ``tokenizers`` JSON file; without one, every byte is a token.
         packing: ``stream`` cuts rows from all files joined together; ``documents`` keeps files
             apart.
@@ -54,9 +51,9 @@ def text_source(
     """
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
-    files = list(_standard_library()) if path is None else list_files(path)
+    files = [sentence_file()] if path is None else list_files(path)
     corpus = Corpus(
-        name="the Python standard library" if path is None else str(Setting("data.path", path)),
+        name="sentences of a small grammar" if path is None else str(Setting("data.path", path)),
         files=files,
         tokenizer=loaded,
         dtype=token_dtype(loaded.vocab_size),
@@ -143,12 +140,3 @@ def _text_parts(file: Path) -> Iterator[str]:
                 yield text
             if not part:
                 return
-
-
-def _standard_library() -> Iterator[Path]:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    total = 0
-    for file in sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")):
-        if "site-packages" not in file.parts and total < CORPUS_BYTES:
-            total += file.stat().st_size
-            yield file

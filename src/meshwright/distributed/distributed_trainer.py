@@ -11,8 +11,7 @@ from meshwright.config.distributed_config import DistributedConfig
 from meshwright.config.schema import Config, ModelConfig, TrainingConfig
 from meshwright.data.user_data import UserData
 from meshwright.errors import UserError
-from meshwright.plan import make_plan
-from meshwright.recipe import make_recipe
+from meshwright.recipe import training_duration
 from meshwright.trainer import FitResult
 from meshwright.trainer import Trainer as MeshTrainer
 
@@ -29,7 +28,8 @@ class Trainer:
         training_config: duration and batch sizes; see `TrainingConfig`.
         distributed_config: the mesh and the precision; all devices on ``data`` by default.
         run_dir: the run folder for metrics and checkpoints; None writes nothing.
-        sections: further sections of the config, such as ``optimizer={"kind": "lion"}``.
+        sections: further sections and keys of the config, such as ``optimizer={"kind": "lion"}`` or
+            ``strict=True``.
     """
 
     def __init__(
@@ -39,20 +39,25 @@ class Trainer:
         training_config: Values | TrainingConfig,
         distributed_config: DistributedConfig | None = None,
         run_dir: str | Path | None = None,
-        **sections: Values,
+        **sections: Any,
     ) -> None:
+        _check_sections(sections, distributed_config)
         name = model_config if isinstance(model_config, str) else ""
         values = compose_config([f"model={name}"] if name else []).values
         if not name:
             values["model"] = _to_dict(model_config)
         values["training"] = {**values["training"], **_to_dict(training_config)}
         for section, keys in sections.items():
+            if not isinstance(keys, Mapping):
+                values[section] = keys
+                continue
             # Arguments of the default kind do not apply to another kind.
             before = {} if "kind" in keys else values.get(section, {})
             values[section] = {**before, **keys}
         if distributed_config is not None:
             values["mesh"] = dict(distributed_config.mesh_sizes())
-            values["precision"] = {"compute": distributed_config.mixed_precision}
+            compute = distributed_config.mixed_precision
+            values["precision"] = {**values.get("precision", {}), "compute": compute}
         self.config = Config.parse(values)
         self._run_dir = run_dir
 
@@ -64,35 +69,41 @@ class Trainer:
                 global batches, a source, or a function of (step, batch_size).
             val: held-out data in any of these forms.
         """
-        import jax
+        _check_schedule(self.config)
+        trainer = MeshTrainer.from_config(self.config, run_dir=self._run_dir)
+        return trainer.fit(train, eval_data=val)
 
-        plan = make_plan(self.config, jax.device_count())
-        recipe = make_recipe(self.config, plan.batch.global_batch_size)
-        training = self.config.training
-        trainer = MeshTrainer(
-            model=recipe.model,
-            loss=recipe.loss,
-            eval_loss=recipe.eval_loss,
-            optimizer=recipe.optimizer,
-            mesh=plan,
-            clip_norm=self.config.optimizer.clip_norm,
-            seed=self.config.run.seed,
-            run_name=self.config.run.name,
-            log_every=self.config.tracking.log_every,
-            on_nonfinite=training.on_nonfinite,
-            max_skipped=training.max_skipped,
-            max_rewinds=training.max_rewinds,
+
+def _check_sections(sections: Mapping[str, Any], distributed: DistributedConfig | None) -> None:
+    """Refuse settings that other arguments replace."""
+    keys = {name: dict(given) for name, given in sections.items() if isinstance(given, Mapping)}
+    unused = set(keys.get("data", {})) - {"workers", "prefetch"}
+    if unused:
+        raise UserError(
+            f"data.{min(unused)} has no effect",
+            why="the data is given to train(train, val)",
+            fix="write only data.workers and data.prefetch, or train with the command line",
         )
-        return trainer.fit(
-            train,
-            steps=training.steps if training.max_duration is None else None,
-            max_duration=training.max_duration,
-            eval_data=val,
-            eval_every=training.eval_every,
-            eval_batches=training.eval_batches,
-            run_dir=self._run_dir,
-            checkpoint=self.config.checkpoint,
-            tracking=self.config.tracking,
+    if distributed is None:
+        return
+    compute = keys.get("precision", {}).get("compute")
+    for key, value in {"mesh": keys.get("mesh"), "precision.compute": compute}.items():
+        if value is not None:
+            raise UserError(
+                f"{key} is given twice",
+                why="distributed_config has it too",
+                fix=f"leave out {key}, or distributed_config",
+            )
+
+
+def _check_schedule(config: Config) -> None:
+    """Refuse a learning rate that follows epochs, whose length only the config's data would say."""
+    duration, schedule = config.training.max_duration, config.optimizer.schedule
+    if training_duration(config).epochs is not None and schedule != "constant":
+        raise UserError(
+            f"optimizer.schedule={schedule} needs the number of updates",
+            why=f"training.max_duration={duration} counts epochs of data that is given later",
+            fix='write training_config={"steps": …}, or optimizer={"schedule": "constant", …}',
         )
 
 

@@ -1,11 +1,12 @@
-"""The batch loader: reads batches ahead in their global order and places them on the mesh."""
+"""Loading batches: read ahead in their global order, placed on the mesh, fed to updates."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -17,6 +18,10 @@ from meshwright.processes import agree, process_count
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.hooks import run_batch_hooks
 from meshwright.step.place_batch import local_rows, place_batch
+from meshwright.trainer.incidents.not_finite import MAX_IN_FLIGHT
+
+Range = Sequence[int]
+"""The first and the last of some batches, both included."""
 
 
 class BatchLoader:
@@ -82,6 +87,88 @@ class BatchLoader:
         # Asking each time costs a round trip.
         if process_count() == 1 or self.data.has_every_batch:
             return batch is not None
-        # The others may wait for a process with slow data, which is no wait for their own.
+        # A process with slow data makes the others wait, which is not their own data's fault.
         with own_heartbeat().during(Doing.WAITING):
             return agree(batch is not None, "all")
+
+
+class BatchFeed:
+    """Feeds one batch to each update, and again to updates that changed nothing.
+
+    Batches are numbered from 0, as the data have them.
+
+    Args:
+        loader: loads batches onto the devices.
+        left_out: the batches that the run left out when it went back; kept up to date.
+    """
+
+    def __init__(self, loader: BatchLoader, left_out: list[list[int]]) -> None:
+        self._loader = loader
+        self.left_out = left_out
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=MAX_IN_FLIGHT + 1)
+        self._again: deque[tuple[int, Any]] = deque()
+        self._stack = ExitStack()
+        self._stream: Iterator[Any] | None = None
+        self._ends: int | None = None
+
+    @contextmanager
+    def open(self, done: int, last: int | None) -> Generator[None]:
+        """Begin to read the batches after an update; reading ends with the block."""
+        self._read_from(self.number(done + 1), last)
+        try:
+            yield
+        finally:
+            self._stack.close()
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for batches."""
+        return self._loader.waited
+
+    def number(self, update: int) -> int:
+        """Return the number of the batch that an update gets."""
+        return update - 1 + count_batches(self.left_out)
+
+    def next(self, update: int, last: int | None) -> Any:
+        """Return the batch of this update; None if it is not to be done, or has no batch.
+
+        Args:
+            update: the update, one more than before.
+            last: the last update; None if the data decide.
+        """
+        if last is not None and update > last:
+            return None
+        number = self.number(update)
+        if self._again:
+            _, batch = self._again.popleft()
+        else:
+            if self._ends is not None and number >= self._ends:
+                self._read_from(number, last)
+            assert self._stream is not None
+            batch = next(self._stream, None)
+        if batch is not None:
+            self._recent.append((number, batch))
+        return batch
+
+    def back_to(self, update: int) -> Any:
+        """Return the batch of an update, and feed those after it again."""
+        number = self.number(update)
+        after = [each for each in self._recent if each[0] > number]
+        found = next(batch for n, batch in self._recent if n == number)
+        self._again.extendleft(reversed(after))
+        self._recent.clear()
+        return found
+
+    def leave_out(self, earlier: Sequence[Range], first: int, last: int) -> None:
+        """Leave out these batches from now on, besides those of an earlier state."""
+        self.left_out[:] = [*map(list, earlier), [first, last]]
+
+    def _read_from(self, number: int, last: int | None) -> None:
+        self._stack.close()
+        self._ends = None if last is None else self.number(last + 1)
+        self._stream = self._stack.enter_context(self._loader.open(number, self._ends))
+
+
+def count_batches(ranges: Sequence[Range]) -> int:
+    """Return how many batches ranges have in all."""
+    return sum(last - first + 1 for first, last in ranges)

@@ -8,9 +8,66 @@ from typing import Any
 
 from meshwright.config.argument_checks import check_count, check_kind
 from meshwright.runtime.user_code import doing
-from meshwright.trainer.callback_context import CallbackContext
+from meshwright.step.assemble import Assembled
+from meshwright.step.state import TrainState
 
 Values = Mapping[str, float]
+
+
+class CallbackContext:
+    """The run that a callback belongs to; every callback has it as ``self.context``.
+
+    Attributes:
+        update: updates done.
+        metrics: the metrics of the last logged update.
+        eval_metrics: the metrics of the last evaluation; empty before the first.
+    """
+
+    def __init__(self, assembled: Assembled) -> None:
+        self.update = 0
+        self.metrics: Mapping[str, float] = {}
+        self.eval_metrics: Mapping[str, float] = {}
+        self._assembled = assembled
+        self._state: TrainState | None = None
+        self._reason = ""
+        self._save = False
+
+    @property
+    def model(self) -> Any:
+        """The model after `update` updates, as the user wrote it.
+
+        It is made when it is asked for, and holds the arrays of the run: the next update reuses
+        their memory, so copy what has to outlive the call.
+        """
+        if self._state is None:
+            raise RuntimeError("the model can be read during training only")
+        return self._assembled.model(self._state)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The learning rate of the last logged update; None if it cannot be found."""
+        return self.metrics.get("learning_rate")
+
+    def stop(self, reason: str) -> None:
+        """Stop training after this update; one process that asks stops all."""
+        self._reason = reason
+
+    def save(self) -> None:
+        """Save a checkpoint after this update; every process must ask for it."""
+        self._save = True
+
+    def at(self, update: int, state: TrainState) -> None:
+        """Set where the run is; the training loop calls it."""
+        self.update, self._state = update, state
+
+    def stop_reason(self) -> str:
+        """Return why a callback asked to stop; empty if none did."""
+        return self._reason
+
+    def take_save(self) -> bool:
+        """Return whether a callback asked to save since the last call."""
+        asked, self._save = self._save, False
+        return asked
 
 
 class Callback:
@@ -67,7 +124,7 @@ class EarlyStopping(Callback):
         self._bad_evaluations = 0
 
     def on_eval(self, update: int, values: Values) -> None:
-        """Compare with the best loss so far; a loss that is not finite is no improvement."""
+        """Compare with the best loss so far; one that is not finite does not count as better."""
         value = values[self._metric]
         if value < self._best - self._min_delta:
             self._best, self._bad_evaluations = value, 0

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
+from meshwright.checkpoint import FOLDER
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import CheckpointStore, Saved, StateNotFinite
 from meshwright.errors import EnvironmentProblem, Setting
+from meshwright.plan import Plan
 from meshwright.processes import process_count
+from meshwright.runtime.versions import package_versions
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
+from meshwright.trainer.batch_loader import count_batches
+from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.run_progress import Progress
 
 LogEvent = Callable[[str, int, str, dict[str, Any]], None]
 """Logs an event: its kind, its update, a message, and details."""
 
 
-class Checkpointer(Protocol):
-    """Saves the states of a run."""
+class Checkpointer:
+    """Saves the states of a run; this one saves nothing."""
 
     def due(self, update: int) -> bool:
         """Whether to save the state after this update."""
-        ...
+        return False
 
     def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
         """Save the state; False if it was saved before, or if nothing is ever saved."""
-        ...
+        return False
 
     def poll(self) -> None:
         """Log the saves completed since the last call.
@@ -36,46 +43,18 @@ class Checkpointer(Protocol):
             StateNotFinite: the state was not finite.
             EnvironmentProblem: it could not be written.
         """
-        ...
 
     def settle(self) -> None:
         """Wait until every save is complete, and log it."""
-        ...
 
     def finish(self) -> None:
         """Wait until every save is complete; raise if the last one failed."""
-        ...
 
     def abandon(self) -> None:
         """Close after a failure; a save in progress is still completed."""
-        ...
 
 
-class NullCheckpointer:
-    """Saves nothing."""
-
-    def due(self, update: int) -> bool:
-        """Return False."""
-        return False
-
-    def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
-        """Return False."""
-        return False
-
-    def poll(self) -> None:
-        """Do nothing."""
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def abandon(self) -> None:
-        """Do nothing."""
-
-
-class BackgroundCheckpointer:
+class BackgroundCheckpointer(Checkpointer):
     """Saves checkpoints in the background.
 
     A failed save is logged as a warning, and training continues until the next one; if the last
@@ -157,7 +136,7 @@ class BackgroundCheckpointer:
             self._log_event("warning", update, message, {})
 
     def _raise_failed(self) -> None:
-        """End the run, which would otherwise go on with nothing to go back to."""
+        """End the run, which would otherwise continue without a checkpoint to return to."""
         if self._failed is not None:
             raise EnvironmentProblem(
                 f"the state after {counted(self._failed.update, 'update')} could not be saved",
@@ -186,3 +165,62 @@ class BackgroundCheckpointer:
             )
         else:
             self._failed = saved
+
+
+class RunMetadata:
+    """The metadata of a run's checkpoints, which differ in the update only.
+
+    Args:
+        asked: how the run trains.
+        seed: its seed.
+        plan: its plan.
+        progress: its progress.
+    """
+
+    def __init__(self, asked: FitSettings, seed: int, plan: Plan, progress: Progress) -> None:
+        assert asked.data is not None
+        self._data, self._progress = asked.data, progress
+        self.dataset = asked.data.fingerprint()
+        self._fixed = CheckpointMetadata(
+            update=0,
+            seed=seed,
+            dataset=self.dataset,
+            global_batch_size=plan.batch.global_batch_size,
+            plan=plan.model_dump(mode="json"),
+            config=asked.config,
+            versions=package_versions(),
+            processes=process_count(),
+        )
+
+    def at(self, update: int) -> CheckpointMetadata:
+        """Return the metadata of a checkpoint after an update."""
+        data, progress = self._data, self._progress
+        number = update + count_batches(progress.left_out)
+        return replace(
+            self._fixed,
+            update=update,
+            data_position=data.position(number),
+            skipped=progress.skipped,
+            left_out=tuple(map(tuple, progress.left_out)),
+        )
+
+
+def make_checkpointer(
+    asked: FitSettings,
+    form: CanonicalForm,
+    metadata: RunMetadata,
+    *,
+    last_saved: int | None,
+    log_event: LogEvent,
+) -> Checkpointer:
+    """Return what saves the states of a run; see `BackgroundCheckpointer`."""
+    config = asked.checkpoint
+    if asked.run_dir is None or not config.enabled:
+        return Checkpointer()
+    store = CheckpointStore(
+        asked.run_dir / FOLDER, keep_last=config.keep_last, keep_best=config.keep_best
+    )
+    form.prepare()
+    return BackgroundCheckpointer(
+        store, form, metadata.at, every=config.every, last_saved=last_saved, log_event=log_event
+    )

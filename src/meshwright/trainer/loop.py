@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from meshwright.checkpoint.store import StateNotFinite
-from meshwright.profile import NoProfiling, Profile
+from meshwright.profile import NoProfiling
 from meshwright.runtime.heartbeat import Doing, Heartbeat, own_heartbeat
 from meshwright.runtime.hooks import run_log_hooks
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import HALTED
-from meshwright.tracking.tracker import Tracker
-from meshwright.trainer.batch_feed import BatchFeed
-from meshwright.trainer.batch_loader import BatchLoader
-from meshwright.trainer.callback_context import CallbackContext
-from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.batch_loader import BatchFeed
+from meshwright.trainer.callbacks import Callback, CallbackContext
 from meshwright.trainer.checkpointer import Checkpointer
-from meshwright.trainer.compiled_step import StepFunction
-from meshwright.trainer.ending.limits import Limits
-from meshwright.trainer.ending.stop import ALL_DONE, NONE_ASKED, Stop, out_of_batches
-from meshwright.trainer.incidents.finite_check import FiniteCheck
-from meshwright.trainer.incidents.not_finite import BadUpdate
+from meshwright.trainer.evaluating.evaluation import Evaluator
+from meshwright.trainer.incidents.not_finite import BadUpdate, FiniteCheck
 from meshwright.trainer.incidents.recovery import Recovery
-from meshwright.trainer.meter import Meter
-from meshwright.trainer.run_progress import Metrics, Progress
+from meshwright.trainer.limits import Limits
+from meshwright.trainer.programs import StepFunction
+from meshwright.trainer.run_log import RunLog
+from meshwright.trainer.run_progress import (
+    ALL_DONE,
+    NONE_ASKED,
+    Meter,
+    Metrics,
+    Progress,
+    Stop,
+    out_of_batches,
+)
+from meshwright.trainer.starting.learning_rate import LearningRate
 
 NO_GRADIENT = (
     "the gradient of the first update is zero: no trained parameter changes the loss; a loss of "
     "argmax, of counts or of comparisons has no gradient"
 )
-"""Said once, since training would go on without changing anything."""
+"""Logged once, since training would continue without changing anything."""
 
 
 @dataclass(kw_only=True)
@@ -44,46 +48,40 @@ class Loop:
 
     Attributes:
         step: the compiled step.
-        loader: loads batches onto the devices.
-        feed: feeds them to updates.
+        feed: feeds batches to updates.
         recovery: deals with updates that are not finite.
         limits: decide when the run ends.
         meter: measures speed.
-        tracker: records metrics and events.
+        log: records metrics and events.
         callbacks: the user's callbacks.
         checkpointer: saves checkpoints.
         profiling: profiles a few updates.
-        on_profile: called with the updates done and the profile.
-        evaluate: from a state to its metrics on held-out data; None for no evaluation.
+        evaluator: evaluates states on held-out data; None for no evaluation.
         eval_every: updates between two evaluations; None for a single one at the end.
-        prepare_evaluation: called while the devices work on the first update.
+        evaluate_ahead: whether to compile the evaluation during the first update.
         log_every: updates between two logged updates.
-        extra_metrics: further metrics of an update, such as its learning rate.
-        state_metrics: further metrics as arrays, from the state after an update.
+        rate: the learning rate, as a metric.
         context: what callbacks read of the run, and ask for.
-        shares: how the time of an update divides, once it has been profiled.
+        shares: where the time of an update goes, once it has been profiled.
         finite_check: finds updates that are not finite.
         heartbeat: says where the loop is.
     """
 
     step: StepFunction
-    loader: BatchLoader
     feed: BatchFeed
     recovery: Recovery
     limits: Limits
     meter: Meter
-    tracker: Tracker
+    log: RunLog
     callbacks: Callback
     checkpointer: Checkpointer
     profiling: NoProfiling
-    on_profile: Callable[[int, Profile], None]
-    evaluate: Callable[[TrainState], Metrics] | None
+    evaluator: Evaluator | None
     eval_every: int | None
     log_every: int
-    extra_metrics: Callable[[int], Metrics]
-    state_metrics: Callable[[TrainState], dict[str, Any]]
+    rate: LearningRate
     context: CallbackContext
-    prepare_evaluation: Callable[[], None] = lambda: None
+    evaluate_ahead: bool = True
     shares: Metrics = field(default_factory=dict[str, float])
     finite_check: FiniteCheck = field(default_factory=FiniteCheck)
     _latest: Any = field(default=None, init=False)
@@ -107,7 +105,7 @@ class Loop:
         if progress.update and (stop := self.limits.stop()):
             progress.stop, last = stop, progress.update
         with self.feed.open(progress.update, last):
-            self.meter.restart(progress.update, self.loader.waited)
+            self.meter.restart(progress.update, self.feed.waited)
             while last != progress.update:
                 try:
                     state = self._updates(state, progress, first)
@@ -134,7 +132,7 @@ class Loop:
         mark = self.heartbeat.mark
         mark(Doing.INPUT)
         while (batch := self.feed.next(done + 1, self.limits.updates)) is not None:
-            # Beginning an update may wait for others, so it is no work of this process.
+            # Beginning an update may mean waiting for other processes.
             mark(Doing.DISPATCHING, done + 1)
             if stop := self.limits.before_update(done + 1):
                 progress.stop = stop
@@ -154,12 +152,11 @@ class Loop:
                 self._log(*to_log, progress)
                 to_log = None
             if done == first:
-                with self.heartbeat.during(Doing.COMPILING):
-                    self.prepare_evaluation()
+                self._prepare_evaluation()
                 # Logged alone: its time includes one-time work, such as filling caches.
-                self._log(done, metrics | self.state_metrics(state), progress)
+                self._log(done, metrics | self.rate.of_state(state), progress)
             elif done % self.log_every == 0:
-                to_log = (done, metrics | self.state_metrics(state))
+                to_log = (done, metrics | self.rate.of_state(state))
             reported |= self._evaluate_and_save(state, progress)
             if (reported or self.limits.urgent) and (stop := self._agreed_stop()):
                 progress.stop = stop
@@ -168,8 +165,13 @@ class Loop:
         mark(Doing.WAITING)
         self.finite_check.look(done)
         if metrics is not None and done not in progress.losses:
-            self._log(done, metrics | self.state_metrics(state), progress)
+            self._log(done, metrics | self.rate.of_state(state), progress)
         return state
+
+    def _prepare_evaluation(self) -> None:
+        if self.evaluator is not None and self.evaluate_ahead:
+            with self.heartbeat.during(Doing.COMPILING):
+                self.evaluator.compile_ahead()
 
     def _agreed_stop(self) -> Stop | None:
         with self.heartbeat.during(Doing.WAITING):
@@ -177,12 +179,12 @@ class Loop:
 
     def _profile(self, metrics: Any, progress: Progress) -> None:
         started = time.perf_counter()
-        profile = self.profiling.after(metrics, self.loader.waited)
+        profile = self.profiling.after(metrics, self.feed.waited)
         if profile is None:
             return
         self.meter.exclude(time.perf_counter() - started)
         self.shares = {f"{name}_share": share for name, share in profile.shares.items()}
-        self.on_profile(progress.update, profile)
+        self.log.profile(progress.update, profile)
 
     def _log(self, update: int, metrics: Any, progress: Progress) -> None:
         with self.heartbeat.during(Doing.WAITING):
@@ -195,15 +197,15 @@ class Loop:
         values.pop(HALTED, None)
         if progress.skipped:
             values["skipped"] = values.get("skipped", 0.0) + progress.skipped
-        values |= self.extra_metrics(update - progress.skipped) | self.meter.read(
-            progress.update, self.loader.waited
+        values |= self.rate.of_update(update - progress.skipped) | self.meter.read(
+            progress.update, self.feed.waited
         )
         values |= self.shares
         progress.losses[update] = values["loss"]
         self.context.metrics = values
-        self.tracker.log("train", update, values)
+        self.log.tracker.log("train", update, values)
         if update == 1 and values["grad_norm"] == 0:
-            self.tracker.event("warning", update, NO_GRADIENT, {})
+            self.log.tracker.event("warning", update, NO_GRADIENT, {})
         run_log_hooks(update)
         self.callbacks.on_log(update, values)
 
@@ -227,17 +229,17 @@ class Loop:
         return evaluating
 
     def _evaluate(self, state: TrainState, progress: Progress) -> None:
-        if self.evaluate is None or progress.update in progress.eval:
+        if self.evaluator is None or progress.update in progress.eval:
             return
         with self.heartbeat.during(Doing.EVALUATING):
-            self._report_evaluation(self.evaluate(state), progress)
+            self._report_evaluation(self.evaluator(state, self.log.warn), progress)
 
     def _report_evaluation(self, values: Metrics, progress: Progress) -> None:
         progress.eval[progress.update] = self.context.eval_metrics = values
-        self.tracker.log("eval", progress.update, values)
+        self.log.tracker.log("eval", progress.update, values)
         if not math.isfinite(values["loss"]):
             message = f"the loss on held-out data is {values['loss']}, which is never the best"
-            self.tracker.event("warning", progress.update, message, {})
+            self.log.tracker.event("warning", progress.update, message, {})
         self.callbacks.on_eval(progress.update, values)
 
     def _save(self, state: TrainState, progress: Progress) -> None:

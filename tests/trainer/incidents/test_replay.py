@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
 from meshwright.report import read_run
-from meshwright.trainer.incidents.read_record import read_record
+from meshwright.trainer.incidents.flight_record import read_record
 from meshwright.trainer.incidents.replay import Replay
 from meshwright.trainer.incidents.responsible import Responsible
 
@@ -188,7 +188,7 @@ def test_the_command_line(tmp_path, monkeypatch, capfd):
     error = " ".join(capfd.readouterr().err.split())
     assert "error: the loss is inf at update 3" in error
     assert "meshwright replay " in error
-    assert "if only some samples fail, training.on_nonfinite=skip goes on without the" in error
+    assert "if only some samples fail, training.on_nonfinite=skip continues without the" in error
     assert "if all do, the parameters are the cause: go back to a checkpoint with" in error
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["updates"], result["failed"]) == (2, True)

@@ -38,8 +38,9 @@ class EverySample:
     """Places every sample of some data on the mesh exactly once.
 
     Full batches come first, each as large as what the devices work on at a time in training. The
-    remainder is a batch of its own. If it does not divide over the mesh, it is placed unsharded,
-    and the compiled program divides it unevenly. Batches given as such are taken as they are.
+    remainder is a batch of its own. If its size does not divide over the mesh, it is placed
+    unsharded, and the compiled program shards it unevenly. Batches that are given stay as they
+    are.
 
     Args:
         assembled: the step whose mesh and plan are used.

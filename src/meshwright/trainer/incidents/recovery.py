@@ -20,19 +20,19 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
 from meshwright.tracking.tracker import Tracker
-from meshwright.trainer.batch_feed import BatchFeed, count_batches
+from meshwright.trainer.batch_loader import BatchFeed, count_batches
 from meshwright.trainer.checkpointer import Checkpointer
-from meshwright.trainer.ending.limits import Limits
-from meshwright.trainer.incidents.finite_check import FiniteCheck
 from meshwright.trainer.incidents.flight_record import FlightRecorder, Incident
 from meshwright.trainer.incidents.not_finite import (
     BadUpdate,
-    NonfinitePolicy,
+    FiniteCheck,
     bad_update_error,
     parameters_fail,
     smaller_updates,
 )
+from meshwright.trainer.limits import Limits
 from meshwright.trainer.run_progress import Progress
+from meshwright.trainer.trainer_settings import TrainerSettings
 
 SHOWN_SAMPLES = 8
 Rewind = Callable[[], tuple[CheckpointMetadata, TrainState]]
@@ -43,7 +43,7 @@ class Recovery:
     """Deals with bad updates, identically in every process.
 
     Args:
-        policy: what to do.
+        trainer: says what to do.
         feed: feeds batches.
         form: the canonical form of states.
         recorder: writes flight records.
@@ -57,7 +57,7 @@ class Recovery:
 
     def __init__(
         self,
-        policy: NonfinitePolicy,
+        trainer: TrainerSettings,
         *,
         feed: BatchFeed,
         form: CanonicalForm,
@@ -69,7 +69,7 @@ class Recovery:
         data: Data,
         batch_size: int,
     ) -> None:
-        self._policy, self._feed, self._form = policy, feed, form
+        self._trainer, self._feed, self._form = trainer, feed, form
         self._recorder, self._checkpointer, self._rewind = recorder, checkpointer, rewind
         self._limits, self._tracker = limits, tracker
         self._data, self._batch_size = data, batch_size
@@ -80,12 +80,12 @@ class Recovery:
     @property
     def rewinds(self) -> bool:
         """Whether a checkpoint must be there from the beginning."""
-        return self._policy.action == "rewind"
+        return self._trainer.on_nonfinite == "rewind"
 
     def handle(
         self, bad: BadUpdate, state: TrainState, check: FiniteCheck, progress: Progress
     ) -> TrainState:
-        """Return the state to go on from, and set the progress; raise if the run stops here.
+        """Return the state to continue from, and set the progress; raise if the run stops here.
 
         Args:
             bad: the update.
@@ -103,7 +103,7 @@ class Recovery:
         snapshot = self._form.snapshot(state)
         good = bool(np.asarray(snapshot.finite))
         limit = self._limit(update, good=good)
-        action = "stop" if limit else self._policy.action
+        action = "stop" if limit else self._trainer.on_nonfinite
         record, remark = self._recorder.write(
             Incident(bad, number, samples, batch, list(check.history), action), snapshot
         )
@@ -123,16 +123,16 @@ class Recovery:
         return state
 
     def _limit(self, update: int, *, good: bool) -> str:
-        """Return why the run stops; empty if it goes on."""
-        policy = self._policy
-        if policy.action == "rewind":
-            most = policy.max_rewinds
+        """Return why the run stops; empty if it continues."""
+        trainer = self._trainer
+        if trainer.on_nonfinite == "rewind":
+            most = trainer.max_rewinds
             return f"the run went back {counted(most, 'time')}" * (self._rewinds >= most)
         if not good:
             # What an update makes of such a state is never finite.
             return "the state was not finite before it"
-        if policy.action == "skip":
-            most = policy.max_skipped
+        if trainer.on_nonfinite == "skip":
+            most = trainer.max_skipped
             before = list(range(update - most, update))
             return f"the {counted(most, 'update')} before it were skipped" * (
                 self._skipped[-most:] == before
@@ -177,8 +177,8 @@ class Recovery:
         return bad_update_error(
             bad.values,
             batch=where,
-            limit="" if self._policy.action == "stop" and good else limit,
-            fix=_next_steps(record or self._record, self._policy),
+            limit="" if self._trainer.on_nonfinite == "stop" and good else limit,
+            fix=_next_steps(record or self._record, self._trainer.on_nonfinite),
         )
 
     def _samples(self, number: int) -> list[int] | None:
@@ -222,9 +222,9 @@ def _shown(samples: Sequence[int] | None) -> str:
     return f" (samples {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more})"
 
 
-def _next_steps(record: Path | None, policy: NonfinitePolicy) -> str:
-    if record is None and policy.action == "stop":
-        first = f"go on without the batch: {Setting('training.on_nonfinite', 'skip')}; or "
+def _next_steps(record: Path | None, on_nonfinite: str) -> str:
+    if record is None and on_nonfinite == "stop":
+        first = f"continue without the batch: {Setting('training.on_nonfinite', 'skip')}; or "
         return first + smaller_updates()
     steps: list[str] = []
     if record is not None:
@@ -232,9 +232,9 @@ def _next_steps(record: Path | None, policy: NonfinitePolicy) -> str:
         call = f'mw.replay("{record}", model={ANY}, loss={ANY})'
         command = call if python else f"meshwright replay {shlex.quote(str(record))}"
         steps.append(f"{command} finds the module and the samples")
-    if policy.action == "stop":
+    if on_nonfinite == "stop":
         steps.append(
-            f"if only some samples fail, {Setting('training.on_nonfinite', 'skip')} goes on "
+            f"if only some samples fail, {Setting('training.on_nonfinite', 'skip')} continues "
             f"without the batch; if all do, {parameters_fail()}"
         )
         return "; ".join(steps)

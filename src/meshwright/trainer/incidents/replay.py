@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,91 +15,20 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from meshwright.checkpoint.export import read_groups
-from meshwright.config.argument_checks import check_clip_norm, check_optimizer
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
-from meshwright.inputs.checks import check_loss, check_trainable
-from meshwright.inputs.user_model import UserModel, model_source
+from meshwright.inputs.user_model import UserModel
 from meshwright.mesh.build import Device
 from meshwright.plan import Plan
-from meshwright.program.evaluate.nonfinite_origin import Origin
-from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.recipe import make_recipe
-from meshwright.step.assemble import Assembled, assemble
+from meshwright.step.assemble import Assembled
 from meshwright.step.state import LossScale, TrainState
-from meshwright.trainer.incidents.read_record import FlightRecord, read_record
-from meshwright.trainer.incidents.replay_text import describe_replay, replay_json
-from meshwright.trainer.incidents.responsible import Responsible, find_responsible, first_origin
+from meshwright.trainer.incidents.flight_record import FlightRecord, read_record
+from meshwright.trainer.incidents.replay_text import BadArray, Replay
+from meshwright.trainer.incidents.responsible import find_responsible, first_origin
 from meshwright.trainer.trained.load_model import read_leaves
-
-
-@dataclass(frozen=True)
-class BadArray:
-    """An array of the batch that is not finite.
-
-    Attributes:
-        name: its name.
-        nans: how many elements are NaN.
-        infs: how many elements are infinite.
-        samples: the numbers of the samples that have them.
-    """
-
-    name: str
-    nans: int
-    infs: int
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What became of an update that was run again.
-
-    Attributes:
-        folder: the folder of the record.
-        update: the update, from 1.
-        batch: the number of its batch, from 0.
-        loss: the loss that was recorded, and the one of now.
-        grad_norm: the gradient norm that was recorded, and the one of now.
-        same_bits: whether the loss is the same bit for bit.
-        reproduced: whether it is not finite again.
-        where: what it ran on.
-        bad_arrays: the arrays of the batch that are not finite.
-        origin: where values stop being finite; None if no single equation could be found.
-        responsible: the samples that it comes from.
-        numbered: whether samples are numbered as the data have them, or by their row in the batch.
-    """
-
-    folder: Path
-    update: int
-    batch: int
-    loss: tuple[str, str]
-    grad_norm: tuple[str, str]
-    same_bits: bool
-    reproduced: bool
-    where: str
-    bad_arrays: tuple[BadArray, ...]
-    origin: Origin | None
-    responsible: Responsible | None
-    numbered: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return replay_json(self)
-
-    def __str__(self) -> str:
-        return describe_replay(self)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What an update is made of."""
-
-    model: ModelSource
-    loss: Loss
-    optimizer: optax.GradientTransformation
-    clip_norm: float | None
-    trainable: Filter = nnx.Param
+from meshwright.trainer.trainer import Trainer
 
 
 def replay(
@@ -125,19 +54,10 @@ def replay(
         devices: the devices to run on; all by default. With fewer than the run had, one is used.
     """
     read = read_record(record)
-    parts = _parts(read, model, loss, optimizer, clip_norm, trainable)
     plan, chosen = _fitting(read.plan, list(devices or jax.devices()))
-    assembled = assemble(
-        parts.model,
-        parts.loss,
-        parts.optimizer,
-        plan,
-        read.batch,
-        clip_norm=parts.clip_norm,
-        trainable=parts.trainable,
-        devices=chosen,
-        guarded=True,
-    )
+    parts = _parts(read, model, loss, optimizer, clip_norm)
+    trainer = Trainer(**parts, trainable=trainable, mesh=plan, devices=chosen)
+    assembled = trainer.assemble(read.batch)
     values = read_leaves(read.checkpoints, read.update - 1, assembled.model_leaves.leaves)
     scale = _scale(read)
     state = assembled.start(values)
@@ -145,8 +65,8 @@ def replay(
         state = replace(state, loss_scale=LossScale(*map(jnp.asarray, scale)))
     metrics = _run(assembled, state, read)
     with jax.default_device(chosen[0]):
-        origin = first_origin(parts.loss, assembled, values, read, scale)
-        responsible = find_responsible(parts.loss, assembled, values, read, scale)
+        origin = first_origin(trainer.loss, assembled, values, read, scale)
+        responsible = find_responsible(trainer.loss, assembled, values, read, scale)
     exact = plan == read.plan
     return Replay(
         folder=read.folder,
@@ -176,12 +96,13 @@ def _parts(
     loss: Loss | None,
     optimizer: optax.GradientTransformation | None,
     clip_norm: float | None,
-    trainable: Filter,
-) -> _Parts:
+) -> dict[str, Any]:
+    """Return what the trainer of a recorded update is made of."""
     config = read.facts["config"]
     if config and model is None and loss is None:
         recipe = make_recipe(Config.parse(dict(config)), read.plan.batch.global_batch_size)
-        return _Parts(recipe.model, recipe.loss, recipe.optimizer, recipe.clip_norm)
+        names = ("model", "loss", "optimizer", "clip_norm")
+        return {name: getattr(recipe, name) for name in names}
     if model is None or loss is None:
         missing = "model and loss" if model is None and loss is None else "one of the two"
         raise UserError(
@@ -191,19 +112,8 @@ def _parts(
             else f"{missing} was not given",
             fix=f'pass both: mw.replay("{read.folder}", model=Net, loss=loss)',
         )
-    check_loss(loss)
-    check_trainable(trainable)
-    check_clip_norm(clip_norm)
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    batch = read.batch
-    return _Parts(
-        model_source(model, loss, lambda: batch),
-        loss,
-        optimizer or optax.sgd(0.0),
-        clip_norm,
-        trainable,
-    )
+    optimizer = optax.sgd(0.0) if optimizer is None else optimizer
+    return {"model": model, "loss": loss, "optimizer": optimizer, "clip_norm": clip_norm}
 
 
 def _fitting(plan: Plan, devices: list[Device]) -> tuple[Plan, list[Device]]:

@@ -1,55 +1,102 @@
-"""What is said of a replayed update, as text and as JSON."""
+"""What a replayed update shows, as a record, as text and as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from meshwright.program.evaluate.nonfinite_origin import Origin
 from meshwright.text.json_text import finite
 from meshwright.text.units import counted
 from meshwright.trainer.incidents.not_finite import parameters_fail
-
-if TYPE_CHECKING:
-    from meshwright.program.evaluate.nonfinite_origin import Origin
-    from meshwright.trainer.incidents.replay import Replay
+from meshwright.trainer.incidents.responsible import Responsible
 
 SHOWN = 16
 
 
-def describe_replay(replay: Replay) -> str:
-    """Return a few lines for a terminal."""
-    return "\n".join(
-        [
-            f"update {replay.update}, batch {replay.batch}, on {replay.where}",
-            *_batch_lines(replay),
-            _verdict(replay),
-            *_origin_lines(replay),
-            *_sample_lines(replay),
-        ]
-    )
+@dataclass(frozen=True)
+class BadArray:
+    """An array of the batch that is not finite.
+
+    Attributes:
+        name: its name.
+        nans: how many elements are NaN.
+        infs: how many elements are infinite.
+        samples: the numbers of the samples that have them.
+    """
+
+    name: str
+    nans: int
+    infs: int
+    samples: tuple[int, ...]
 
 
-def replay_json(replay: Replay) -> dict[str, Any]:
-    """Return it as JSON values."""
-    origin = replay.origin
-    first = None if origin is None else origin.first
-    return finite(
-        {
-            "record": str(replay.folder),
-            "update": replay.update,
-            "batch": replay.batch,
-            "where": replay.where,
-            "reproduced": replay.reproduced,
-            "loss": {"recorded": replay.loss[0], "now": replay.loss[1]},
-            "loss_bit_equal": replay.same_bits,
-            "grad_norm": {"recorded": replay.grad_norm[0], "now": replay.grad_norm[1]},
-            "bad_arrays": [asdict(each) for each in replay.bad_arrays],
-            "first": None if first is None else _origin_json(first),
-            "then": None if origin is None or origin is first else _origin_json(origin),
-            "samples": None if replay.responsible is None else asdict(replay.responsible),
-            "numbered": replay.numbered,
-        }
-    )
+@dataclass(frozen=True)
+class Replay:
+    """What became of an update that was run again.
+
+    Attributes:
+        folder: the folder of the record.
+        update: the update, from 1.
+        batch: the number of its batch, from 0.
+        loss: the loss that was recorded, and the one of now.
+        grad_norm: the gradient norm that was recorded, and the one of now.
+        same_bits: whether the loss is the same bit for bit.
+        reproduced: whether it is not finite again.
+        where: what it ran on.
+        bad_arrays: the arrays of the batch that are not finite.
+        origin: where values stop being finite; None if no single equation could be found.
+        responsible: the samples that it comes from.
+        numbered: whether samples are numbered as the data have them, or by their row in the batch.
+    """
+
+    folder: Path
+    update: int
+    batch: int
+    loss: tuple[str, str]
+    grad_norm: tuple[str, str]
+    same_bits: bool
+    reproduced: bool
+    where: str
+    bad_arrays: tuple[BadArray, ...]
+    origin: Origin | None
+    responsible: Responsible | None
+    numbered: bool
+
+    def __str__(self) -> str:
+        """Return a few lines for a terminal."""
+        return "\n".join(
+            [
+                f"update {self.update}, batch {self.batch}, on {self.where}",
+                *_batch_lines(self),
+                _verdict(self),
+                *_origin_lines(self),
+                *_sample_lines(self),
+            ]
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        origin = self.origin
+        first = None if origin is None else origin.first
+        return finite(
+            {
+                "record": str(self.folder),
+                "update": self.update,
+                "batch": self.batch,
+                "where": self.where,
+                "reproduced": self.reproduced,
+                "loss": {"recorded": self.loss[0], "now": self.loss[1]},
+                "loss_bit_equal": self.same_bits,
+                "grad_norm": {"recorded": self.grad_norm[0], "now": self.grad_norm[1]},
+                "bad_arrays": [asdict(each) for each in self.bad_arrays],
+                "first": None if first is None else _origin_json(first),
+                "then": None if origin is None or origin is first else _origin_json(origin),
+                "samples": None if self.responsible is None else asdict(self.responsible),
+                "numbered": self.numbered,
+            }
+        )
 
 
 def _batch_lines(replay: Replay) -> list[str]:
@@ -78,7 +125,7 @@ def _verdict(replay: Replay) -> str:
 def _origin_lines(replay: Replay) -> list[str]:
     origin = replay.origin
     if origin is None:
-        known = "the norm of finite gradients overflows, or a kernel computes it otherwise"
+        known = "the norm of finite gradients overflows, or a kernel computes it differently"
         return [f"no single operation makes it: {known}"] if replay.reproduced else []
     first = origin.first
     lines = [f"first: {_place(first)}", *(f"  reads {each}" for each in first.before)]

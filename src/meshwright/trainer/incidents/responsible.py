@@ -17,7 +17,7 @@ from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, trace_loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.gradients import value_and_grad
-from meshwright.trainer.incidents.read_record import FlightRecord
+from meshwright.trainer.incidents.flight_record import FlightRecord
 
 Scale = Sequence[Any] | None
 """The loss scale, good steps and skipped updates of fp16."""

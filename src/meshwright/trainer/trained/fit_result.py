@@ -24,10 +24,10 @@ from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
-from meshwright.trainer.ending.stop import Stop, StopReason
 from meshwright.trainer.evaluating.evaluation import Evaluator, predict, prediction_inputs
 from meshwright.trainer.programs import Programs
-from meshwright.trainer.starting.folder import write_files
+from meshwright.trainer.run_dir import write_files
+from meshwright.trainer.run_progress import Stop, StopReason
 from meshwright.weights.kept import HF_FOLDER
 
 

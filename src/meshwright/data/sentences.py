@@ -1,0 +1,86 @@
+"""Sentences of a small grammar: something a small model learns in a minute, and we can grade."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.runtime.host_machine import user_cache
+
+NUM_SENTENCES = 20_000
+_VERSION = 1
+"""Raised whenever other sentences are drawn, so that no file of earlier ones is read."""
+
+_NOUNS = ("bird", "cat", "dog", "king")
+_ADJECTIVES = ("old", "red")
+_ACTIONS = ("sing", "wait")
+_DEEDS = ("help", "see")
+_SINGULAR = ("a", "the")
+_PLURAL = ("the", "two")
+
+
+def _any(words: tuple[str, ...]) -> str:
+    return f"({'|'.join(words)})"
+
+
+_ONE = f"{_any(_SINGULAR)}( {_any(_ADJECTIVES)})? {_any(_NOUNS)}"
+_SEVERAL = f"{_any(_PLURAL)}( {_any(_ADJECTIVES)})? {_any(_NOUNS)}s"
+_OBJECT = f"({_ONE}|{_SEVERAL})"
+_SENTENCE = re.compile(
+    f"{_ONE} ({_any(_DEEDS)}s {_OBJECT}|{_any(_ACTIONS)}s)\\."
+    f"|{_SEVERAL} ({_any(_DEEDS)} {_OBJECT}|{_any(_ACTIONS)})\\."
+)
+"""Articles fit their nouns, and verbs agree with their subjects in number."""
+
+
+def sentence_file() -> Path:
+    """Return a file of sentences, a line each, which is written on first use."""
+    path = user_cache("text") / f"sentences-{_VERSION}.txt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may write it at once, each the same.
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text("\n".join(sentences(NUM_SENTENCES)))
+        part.replace(path)
+    return path
+
+
+def grade(texts: Sequence[str]) -> str:
+    """Say how many of the complete sentences in generated texts follow the grammar."""
+    lines = [line for text in texts for line in text.split("\n")[1:-1]]
+    right = sum(is_sentence(line) for line in lines)
+    return f"{right} of {len(lines)} sentences that the model wrote follow the grammar"
+
+
+def sentences(count: int) -> list[str]:
+    """Return this many sentences, drawn with a fixed seed."""
+    random = np.random.default_rng(0)
+
+    def one_of(words: tuple[str, ...]) -> str:
+        return words[random.integers(len(words))]
+
+    def noun_phrase(*, several: bool) -> str:
+        adjective = f"{one_of(_ADJECTIVES)} " if random.random() < 0.5 else ""
+        noun = one_of(_NOUNS) + "s" * several
+        return f"{one_of(_PLURAL if several else _SINGULAR)} {adjective}{noun}"
+
+    def sentence() -> str:
+        several = bool(random.integers(2))
+        ending = "" if several else "s"
+        if random.random() < 0.6:
+            thing = noun_phrase(several=bool(random.integers(2)))
+            predicate = f"{one_of(_DEEDS)}{ending} {thing}"
+        else:
+            predicate = f"{one_of(_ACTIONS)}{ending}"
+        return f"{noun_phrase(several=several)} {predicate}."
+
+    return [sentence() for _ in range(count)]
+
+
+def is_sentence(text: str) -> bool:
+    """Whether a text is a sentence of the grammar."""
+    return _SENTENCE.fullmatch(text) is not None

@@ -1,1 +1,0 @@
-"""When and why a run stops."""

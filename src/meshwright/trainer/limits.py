@@ -1,0 +1,209 @@
+"""When a run ends: after a number of updates, a time, a signal, or when a callback asks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from meshwright.errors import EnvironmentProblem
+from meshwright.processes import TIMEOUT_SECONDS, gather, is_main, process_count, process_index
+from meshwright.runtime.interrupt import Interrupt
+from meshwright.runtime.jax_internals import distributed_state
+from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.run_progress import Stop, StopReason
+
+POLL_SECONDS = 0.2
+"""How often a thread looks whether another process asks to stop."""
+
+_numbers = itertools.count()
+
+
+class Limits:
+    """Decides when a run ends, identically in every process.
+
+    Args:
+        updates: the last update; None for no limit.
+        seconds: the time limit, by the clock of process 0; None for no limit.
+        callbacks: callbacks that may stop the run.
+        interrupt: records a signal to stop.
+        whole_data: whether the run is complete when the data ends.
+    """
+
+    def __init__(
+        self,
+        updates: int | None,
+        seconds: float | None,
+        callbacks: Callback,
+        interrupt: Interrupt | None = None,
+        *,
+        whole_data: bool = False,
+    ) -> None:
+        self.updates, self.whole_data = updates, whole_data
+        self._interrupt = interrupt or Interrupt()
+        self.seconds = seconds
+        self._callbacks = callbacks
+        self._together = StopTogether(self._interrupt) if process_count() > 1 else None
+        self._started = time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Listen for signals to other processes inside the block."""
+        if self._together is None:
+            yield
+            return
+        with self._together.listening():
+            yield
+
+    @property
+    def urgent(self) -> bool:
+        """Whether to call `stop` at once; several processes agree in `before_update`."""
+        return process_count() == 1 and bool(self._interrupt.reason)
+
+    def before_update(self, update: int) -> Stop | None:
+        """Return why not to begin this update; the same in every process."""
+        if self._together is not None:
+            return self._together.before_update(update)
+        return self._signalled()
+
+    def stop(self) -> Stop | None:
+        """Return why to stop now, identically in every process; None to continue.
+
+        Every process must call it after the same update. A signal to one of them stops all.
+        """
+        own = self._signalled() or self._asked() or self._out_of_time()
+        if process_count() == 1:
+            return own
+        sent = None if own is None else [own.reason.value, own.text]
+        stops = [Stop(StopReason(each[0]), each[1]) for each in gather(sent) if each]
+        return next((each for each in stops if each.interrupted), next(iter(stops), None))
+
+    def _signalled(self) -> Stop | None:
+        reason = self._interrupt.reason
+        return Stop(StopReason.SIGNAL, reason) if reason else None
+
+    def _asked(self) -> Stop | None:
+        reason = self._callbacks.should_stop()
+        return Stop(StopReason.CALLBACK, reason) if reason else None
+
+    def _out_of_time(self) -> Stop | None:
+        if self.seconds is None or not is_main():
+            return None
+        spent = time.monotonic() - self._started
+        if spent < self.seconds:
+            return None
+        return Stop(StopReason.OUT_OF_TIME, f"{self.seconds:g} s have passed")
+
+
+class StopTogether:
+    """Agrees with the other processes on the last update once one of them gets a signal.
+
+    The process with the signal asks the others through the coordinator's key-value store, which a
+    thread of each process reads now and then; updates themselves never wait for it. Once asked,
+    each process publishes the last update it has begun and begins no other until all have
+    published theirs. The run then ends after the largest of these numbers. The threads do not
+    depend on the training loops, so they answer even while a loop waits for an update that another
+    process has not begun.
+
+    Every process must make these objects in the same order: they meet under their number.
+
+    Args:
+        interrupt: records the signals to this process.
+        timeout_seconds: how long to wait for the others before the next update.
+    """
+
+    def __init__(self, interrupt: Interrupt, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self._interrupt, self._timeout = interrupt, timeout_seconds
+        self._prefix = f"meshwright-stop/{next(_numbers)}"
+        self._client: Any = distributed_state().client
+        self._closed = threading.Event()
+        self._changed = threading.Condition()
+        # Under the condition: the last update begun here, whether it has been published, and what
+        # all have agreed on.
+        self._begun = 0
+        self._published = False
+        self._last: int | None = None
+        self._reason = ""
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Listen in a thread until the block ends."""
+        thread = threading.Thread(target=self._listen, name="stop-together", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._closed.set()
+            thread.join()
+
+    def before_update(self, update: int) -> Stop | None:
+        """Return why not to begin this update; None to begin it.
+
+        Waits if the last update is being agreed on.
+        """
+        with self._changed:
+            until = time.monotonic() + self._timeout
+            while self._published and self._last is None:
+                if time.monotonic() > until:
+                    raise self._not_agreed()
+                self._changed.wait(1.0)
+            if self._last is not None and update > self._last:
+                return Stop(StopReason.SIGNAL, self._reason)
+            self._begun = update
+        return None
+
+    def _listen(self) -> None:
+        try:
+            reason = self._wait_for_request()
+            if reason is None:
+                return
+            with self._changed:
+                self._published = True
+                begun = self._begun
+            self._client.key_value_set(f"{self._prefix}/begun/{process_index()}", str(begun))
+            last = self._wait_for_others()
+        except RuntimeError:
+            # The coordinator is gone, and so is the run.
+            return
+        with self._changed:
+            self._last, self._reason = last, reason
+            self._changed.notify_all()
+
+    def _wait_for_request(self) -> str | None:
+        """Return the reason to stop once a process has one; None if the run ends before."""
+        while not self._closed.wait(POLL_SECONDS):
+            if self._interrupt.reason:
+                self._request(self._interrupt.reason)
+            for _, text in self._client.key_value_dir_get(f"{self._prefix}/request"):
+                return json.loads(text)
+        return None
+
+    def _request(self, reason: str) -> None:
+        try:
+            self._client.key_value_set(f"{self._prefix}/request/0", json.dumps(reason))
+        except RuntimeError as error:
+            # Another process was faster.
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+
+    def _wait_for_others(self) -> int | None:
+        """Return the last update that any process has begun; None if the run ends before."""
+        while not self._closed.wait(POLL_SECONDS / 10):
+            texts = self._client.key_value_dir_get(f"{self._prefix}/begun")
+            if len(texts) == process_count():
+                return max(int(text) for _, text in texts)
+        return None
+
+    def _not_agreed(self) -> EnvironmentProblem:
+        texts = self._client.key_value_dir_get(f"{self._prefix}/begun")
+        heard = {int(key.rpartition("/")[2]) for key, _ in texts}
+        absent = ", ".join(str(n) for n in range(process_count()) if n not in heard)
+        return EnvironmentProblem(
+            f"process {absent} did not answer within {self._timeout:g} s that it stops",
+            why="a signal asked all processes to stop after the same update",
+            fix=f"look at the output of process {absent}",
+        )

@@ -1,1 +1,0 @@
-"""Continuing a run: from a checkpoint, in memory, on another mesh."""

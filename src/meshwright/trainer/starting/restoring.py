@@ -1,0 +1,164 @@
+"""Restoring the state of a run: from the checkpoint it resumes from, or to go back to."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader
+from meshwright.checkpoint.damage import DamagedCheckpoint
+from meshwright.errors import OutOfMemory, Spelling, current_spelling
+from meshwright.runtime.activity import activity
+from meshwright.step.assemble import Assembled
+from meshwright.step.canonical import CanonicalForm
+from meshwright.step.state import TrainState
+from meshwright.tracking.tracker import Tracker
+from meshwright.trainer.batch_loader import count_batches
+from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.run_progress import Progress
+from meshwright.trainer.starting.resume import (
+    ResumePoint,
+    check_fits,
+    check_same_run,
+    earlier_evaluations,
+    find_resume_point,
+    restore,
+    set_damaged_aside,
+)
+from meshwright.trainer.starting.run_warnings import other_microbatches
+from meshwright.trainer.starting.start import Start
+
+
+class Restoring:
+    """Restores the states of a run; a damaged checkpoint is replaced by an earlier one.
+
+    Args:
+        start: where the run starts.
+        asked: how it is trained.
+        assembled: the step.
+        form: the canonical form of its states.
+        dataset: the fingerprint of the data.
+
+    Attributes:
+        point: the checkpoint that the run resumes from; None for none.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        asked: FitSettings,
+        assembled: Assembled,
+        form: CanonicalForm,
+        dataset: str,
+    ) -> None:
+        self.point = start.point
+        self._start, self._asked, self._assembled = start, asked, assembled
+        self._form, self._dataset = form, dataset
+
+    @property
+    def updates_before(self) -> int:
+        """Updates done before this run."""
+        return self._start.updates if self.point is None else self.point.update
+
+    @property
+    def skipped_before(self) -> int:
+        """Updates among them that were skipped."""
+        return 0 if self.point is None else self.point.metadata.skipped
+
+    def check(self) -> list[str]:
+        """Refuse a checkpoint of another run or model; return accepted changes as warnings."""
+        point, plan = self.point, self._assembled.plan
+        if point is None:
+            return []
+        changes = check_same_run(
+            point.metadata,
+            self._asked.config,
+            dataset=self._dataset,
+            global_batch_size=plan.batch.global_batch_size,
+            accept=self._asked.checkpoint.accept_changes,
+        )
+        check_fits(point, self._form)
+        leaves = self._assembled.traced.layout.leaves
+        return [*changes, *other_microbatches(point.metadata, plan.batch, leaves)]
+
+    def set_damaged_aside(self) -> list[str]:
+        """Rename the damaged checkpoints that were found with the resume point."""
+        if self.point is None or not self.point.same_run:
+            return []
+        folder = self.point.folder
+        return [set_damaged_aside(folder, damage) for damage in self.point.damaged]
+
+    def first_state(self, tracker: Tracker, progress: Progress, callbacks: Callback) -> TrainState:
+        """Return the state to start from, restored if there is a checkpoint to resume from."""
+        start = self._start
+        if self.point is None:
+            done = progress.update = start.updates
+            if done:
+                tracker.event("resume", done, f"continuing after update {done}", {})
+            elif start.source:
+                tracker.event("weights", 0, start.source, {})
+            with activity("initializing the state"):
+                return start.state()
+        with activity(f"restoring update {self.point.update}"):
+            state = self._restore(tracker)
+        point = self.point
+        progress.update, progress.skipped = point.update, point.metadata.skipped
+        progress.left_out[:] = map(list, point.metadata.left_out)
+        self._continue_data(point)
+        message = f"continuing after update {point.update}, from {point.path}"
+        if CheckpointReader(point.folder).checksums(point.update) is None:
+            message += ", which has no checksums to check its arrays with"
+        tracker.event("resume", point.update, message, {"checkpoint": str(point.path)})
+        for update, values in earlier_evaluations(point, self._asked.run_dir):
+            callbacks.on_recall(update, values)
+        return state
+
+    def rewind(self, tracker: Tracker) -> tuple[CheckpointMetadata, TrainState]:
+        """Restore the newest sound checkpoint of the run."""
+        started_from = self.point
+        self.point = find_resume_point("must", self._asked.run_dir)
+        state = self._restore(tracker)
+        assert self.point is not None
+        metadata, self.point = self.point.metadata, started_from
+        return metadata, state
+
+    def _continue_data(self, point: ResumePoint) -> None:
+        """Take data that is read in order to where it was, if the checkpoint says where."""
+        data, position = self._asked.data, point.metadata.data_position
+        if data is not None and position is not None:
+            data.go_to(point.update + count_batches(point.metadata.left_out), position)
+
+    def _restore(self, tracker: Tracker) -> TrainState:
+        """Restore the newest sound checkpoint; one that was asked for by name must be sound."""
+        while True:
+            assert self.point is not None
+            try:
+                return restore(self.point, self._form)
+            except DamagedCheckpoint as error:
+                if not self.point.same_run:
+                    raise
+                warning = set_damaged_aside(self.point.folder, error.damage)
+                tracker.event("warning", 0, warning, {})
+            self.point = find_resume_point("must", self._asked.run_dir)
+            for warning in [*self.check(), *self.set_damaged_aside()]:
+                tracker.event("warning", 0, warning, {})
+
+
+def newest_checkpoint(run_dir: Path | None) -> int | None:
+    """Return the update of a run's newest checkpoint; None if it has none."""
+    if run_dir is None or not (run_dir / FOLDER).is_dir():
+        return None
+    return CheckpointReader(run_dir / FOLDER).latest()
+
+
+def with_resuming(error: OutOfMemory, run_dir: Path | None) -> OutOfMemory:
+    """Return an error that also says how to resume; the same one without a checkpoint."""
+    update = newest_checkpoint(run_dir)
+    if update is None:
+        return error
+    again = f"the same call with run_dir={str(run_dir)!r}"
+    if current_spelling() is Spelling.COMMAND_LINE:
+        again = f"the same command with {shlex.quote(f'hydra.run.dir={run_dir}')}"
+    hint = f"update {update} is saved; to resume: {again} and one of these changes"
+    return OutOfMemory(error.what, why=error.why, fix=f"{error.fix}\n{hint}")

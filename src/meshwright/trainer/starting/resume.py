@@ -1,0 +1,292 @@
+"""Resuming from a checkpoint: finding it, checking that it fits the run, restoring it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, find_store
+from meshwright.checkpoint.array_paths import as_named_now, names_on_disk
+from meshwright.checkpoint.damage import (
+    Damage,
+    DamagedCheckpoint,
+    all_damaged,
+    list_set_aside,
+    set_aside,
+)
+from meshwright.config.origins import flatten
+from meshwright.errors import ANY, Setting, UserError
+from meshwright.processes import broadcast, is_main
+from meshwright.runtime.attempts import EarlierAttempts
+from meshwright.step.canonical import CanonicalForm
+from meshwright.step.state import TrainState
+from meshwright.text.masking import mask_tree
+from meshwright.tracking.run_files import read_metrics
+from meshwright.trainer.run_dir import refuse_locked
+
+FIXED = ("model", "task", "data", "optimizer", "precision", "run.seed", "training.mixed_precision")
+"""Sections of a config that affect results on any mesh; a resumed run must keep them."""
+
+_CHANGEABLE = ("model.mesh_shape", "data.workers", "data.prefetch", "data.cache_dir")
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to resume from.
+
+    Attributes:
+        folder: the checkpoint folder.
+        update: the update of the checkpoint.
+        metadata: the metadata of the checkpoint.
+        same_run: whether it is in the run's own folder, so that the run continues there.
+        damaged: newer checkpoints in that folder, which cannot be read.
+    """
+
+    folder: Path
+    update: int
+    metadata: CheckpointMetadata
+    same_run: bool
+    damaged: tuple[Damage, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The folder of this checkpoint."""
+        return self.folder / str(self.update)
+
+
+def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
+    """Return the checkpoint that ``resume`` refers to; None to start over.
+
+    In the run's own folder it is the newest whose metadata can be read.
+
+    Args:
+        resume: auto, must, never, or the path of a run or a checkpoint.
+        run_dir: the folder of this run; None if it has none.
+    """
+    if run_dir is not None:
+        refuse_locked(run_dir)
+        if resume not in ("auto", "must") and _is_restarted(run_dir):
+            resume = "auto"
+    if resume == "never":
+        _refuse_mixing(run_dir)
+        return None
+    same_run = resume in ("auto", "must")
+    where = run_dir if same_run else Path(resume)
+    # Opening checkpoints initializes the devices, which all processes must do together.
+    jax.devices()
+    newest = broadcast(_find_newest(where, same_run=same_run) if is_main() else None)
+    if "error" in newest:
+        raise UserError(newest["error"], why=newest["why"], fix=newest["fix"])
+    if not newest:
+        if resume == "must":
+            raise UserError(
+                f"{Setting('resume', 'must')}, and there is no checkpoint to resume from",
+                why=f"looked in {where}",
+                fix=f"write {Setting('hydra.run.dir', ANY)} with the folder of the run, or "
+                f"{Setting('resume', 'auto')}",
+            )
+        return None
+    metadata = CheckpointMetadata(**newest["metadata"])
+    damaged = tuple(Damage(*each) for each in newest["damaged"])
+    return ResumePoint(Path(newest["folder"]), newest["update"], metadata, same_run, damaged)
+
+
+def _is_restarted(run_dir: Path) -> bool:
+    """Whether the launcher has started this run again, and it has saved something before."""
+    earlier, folder = EarlierAttempts.from_environment().folder, run_dir.absolute() / FOLDER
+    own = is_main() and earlier == run_dir.absolute() and folder.is_dir()
+    return bool(broadcast(own and any(path.name.isdecimal() for path in folder.iterdir())))
+
+
+def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:
+    """Restore a checkpoint onto the devices; raise `DamagedCheckpoint` if it is damaged."""
+    reader = CheckpointReader(point.folder)
+    saved = reader.shapes(point.update)
+    names = {
+        group: names_on_disk(structs, saved.get(group, {}))
+        for group, structs in form.structs.items()
+    }
+    arrays = reader.restore(
+        point.update,
+        {g: {names[g][p]: s for p, s in structs.items()} for g, structs in form.structs.items()},
+    )
+    return form.state(
+        {group: {p: arrays[group][n] for p, n in paths.items()} for group, paths in names.items()}
+    )
+
+
+def set_damaged_aside(folder: Path, damage: Damage) -> str:
+    """Rename a damaged checkpoint, so that it is never used again; return a warning."""
+    renamed = broadcast(str(set_aside(folder, damage.update)) if is_main() else "")
+    return (
+        f"the checkpoint {folder / str(damage.update)} is damaged ({damage.problem}); it was "
+        f"renamed to {Path(renamed).name}, and the run resumes from an earlier one"
+    )
+
+
+def check_newest(point: ResumePoint | None, run_dir: Path) -> None:
+    """Raise if another run has saved to the folder since the resume point was found."""
+    if point is not None and not point.same_run:
+        return
+    known = [] if point is None else [point.update, *(damage.update for damage in point.damaged)]
+    newest = broadcast(CheckpointReader(run_dir / FOLDER).latest() if is_main() else None)
+    if newest != max(known, default=None):
+        raise UserError(
+            f"another run has saved checkpoints in {run_dir}",
+            why=f"the newest is now update {newest}",
+            fix="start this run again",
+        )
+
+
+def earlier_evaluations(
+    point: ResumePoint, run_dir: Path | None
+) -> list[tuple[int, dict[str, float]]]:
+    """Return the evaluations of this run up to a checkpoint, oldest first."""
+    if not point.same_run or run_dir is None:
+        return []
+    rows = read_metrics(run_dir / "metrics.jsonl") if is_main() else {}
+    evaluations = [
+        (update, {k: math.nan if v is None else v for k, v in values.items()})
+        for (split, update), values in rows.items()
+        if split == "eval" and update <= point.update
+    ]
+    return broadcast(evaluations)
+
+
+def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
+    """Raise if the arrays of a checkpoint are not those of the run."""
+    shapes = CheckpointReader(point.folder).shapes(point.update)
+    _check_shapes(shapes, form.structs, point)
+
+
+def check_same_run(
+    metadata: CheckpointMetadata,
+    config: Mapping[str, Any],
+    *,
+    dataset: str,
+    global_batch_size: int,
+    accept: bool,
+) -> list[str]:
+    """Return how a run differs from that of its checkpoint; raise unless that is accepted."""
+    changes = config_changes(metadata.config, config)
+    if metadata.global_batch_size != global_batch_size:
+        changes.append(
+            f"the global batch was {metadata.global_batch_size} samples and is {global_batch_size}"
+        )
+    if metadata.dataset and dataset and metadata.dataset != dataset:
+        changes.append(f"the data's fingerprint was {metadata.dataset} and is {dataset}")
+    if changes and not accept:
+        raise UserError(
+            f"the {'config' if config else 'run'} differs from that of the checkpoint "
+            f"(update {metadata.update})",
+            why="; ".join(changes),
+            fix=f"restore the old values, start a new run in another {Setting('hydra.run.dir')}, "
+            f"or continue anyway with {Setting('checkpoint.accept_changes', True)}",
+        )
+    return changes
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the values that affect results and have changed."""
+    if not before or not now:
+        return []
+    # A checkpoint has no secrets, unless it is an old one.
+    old, new = dict(flatten(mask_tree(before))), dict(flatten(mask_tree(now)))
+    return [
+        f"{key} was {_text(old, key)} and is {_text(new, key)}"
+        for key in dict.fromkeys([*old, *new])
+        if _is_fixed(key) and old.get(key) != new.get(key)
+    ]
+
+
+def _refuse_mixing(run_dir: Path | None) -> None:
+    """Raise if the folder already holds checkpoints of another run."""
+    folder = None if run_dir is None else run_dir / FOLDER
+    used = folder is not None and is_main() and folder.is_dir() and any(folder.iterdir())
+    if broadcast(used):
+        raise UserError(
+            f"the folder {run_dir} holds the checkpoints of another run",
+            why="a run that starts over would be mixed with it",
+            fix=f"write {Setting('hydra.run.dir', ANY)} with a new folder, or remove this one "
+            "first",
+        )
+
+
+def _is_fixed(key: str) -> bool:
+    def inside(sections: tuple[str, ...]) -> bool:
+        return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+    return inside(FIXED) and not inside(_CHANGEABLE)
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    return "not set" if key not in values else "null" if values[key] is None else str(values[key])
+
+
+def _find_newest(where: Path | None, *, same_run: bool) -> dict[str, Any]:
+    """Look for the newest checkpoint, in the main process only; empty if there is none."""
+    if where is None or (same_run and not (where / FOLDER).is_dir()):
+        return {}
+    try:
+        folder, update = (where / FOLDER, None) if same_run else find_store(where)
+        reader = CheckpointReader(folder)
+        candidates = reader.updates() if update is None else [update]
+        # What was asked for by name is not replaced by another one.
+        return _newest_sound(reader, candidates if same_run else candidates[-1:], same_run=same_run)
+    except UserError as error:
+        return {"error": error.what, "why": error.why, "fix": error.fix}
+
+
+def _newest_sound(
+    reader: CheckpointReader, updates: Sequence[int], *, same_run: bool
+) -> dict[str, Any]:
+    """Return the newest checkpoint whose metadata can be read, and the damaged ones after it."""
+    damaged: list[Damage] = []
+    for update in reversed(updates):
+        try:
+            metadata = reader.metadata(update)
+            reader.shapes(update)
+        except DamagedCheckpoint as error:
+            if not same_run:
+                raise
+            damaged.append(error.damage)
+            continue
+        return {
+            "folder": str(reader.folder),
+            "update": update,
+            "metadata": vars(metadata),
+            "damaged": [[d.update, d.problem] for d in damaged],
+        }
+    if damaged or list_set_aside(reader.folder):
+        fix = f"write {Setting('hydra.run.dir', ANY)} with a new folder to start over"
+        raise all_damaged(reader.folder, damaged, fix)
+    return {}
+
+
+def _check_shapes(
+    saved: Mapping[str, Any], expected: Mapping[str, Any], point: ResumePoint
+) -> None:
+    """Compare the arrays of a checkpoint with those of the run, and name the first difference."""
+    names = {"params": "parameter", "state": "state", "optimizer": "optimizer state"}
+    for group, name in names.items():
+        need = {path: tuple(struct.shape) for path, struct in expected[group].items()}
+        have = as_named_now(saved.get(group, {}), need)
+        for path in dict.fromkeys([*need, *have]):
+            if have.get(path) != need.get(path):
+                raise UserError(
+                    f"the checkpoint {point.path} does not fit the "
+                    f"{'optimizer' if group == 'optimizer' else 'model'}",
+                    why=f"{name} `{path}` is {_shape(have, path)} in the checkpoint and "
+                    f"{_shape(need, path)} in the run",
+                    fix="use the model and the optimizer it was trained with, or another folder "
+                    f"({Setting('hydra.run.dir', ANY)})",
+                )
+
+
+def _shape(shapes: Mapping[str, tuple[int, ...]], path: str) -> str:
+    return str(list(shapes[path])) if path in shapes else "missing"

@@ -1,0 +1,184 @@
+"""Warnings about a run: at its start, about its schedules, and at its end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+import optax
+
+from meshwright.checkpoint import CheckpointMetadata
+from meshwright.config.batch import Batch
+from meshwright.config.schema import Config
+from meshwright.errors import MeshwrightError, Setting
+from meshwright.program.trace.model_leaves import Leaf
+from meshwright.recipe import Recipe, learning_rate, training_duration
+from meshwright.text.units import counted
+from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.run_progress import StopReason
+from meshwright.trainer.trained.fit_result import FitResult
+
+WARMUP = "optimizer.warmup_steps"
+NOTICEABLE = 1.01
+"""A learning rate that is higher by this factor has been raised."""
+
+
+def repeated_samples(batch_size: int, num_samples: int | None) -> list[str]:
+    """Warn if a batch holds more samples than there are."""
+    if num_samples is None or batch_size <= num_samples:
+        return []
+    return [
+        f"a batch of {batch_size} samples repeats each of the {num_samples} samples "
+        f"{batch_size / num_samples:.3g} times on average; use a batch of at most {num_samples} to "
+        "repeat none"
+    ]
+
+
+def other_microbatches(
+    metadata: CheckpointMetadata, batch: Batch, leaves: Iterable[Leaf]
+) -> list[str]:
+    """Warn if dropout or statistics depend on the number of microbatches, and it has changed."""
+    before = metadata.plan.get("batch", {}).get("gradient_accumulation_steps")
+    now = batch.gradient_accumulation_steps
+    if before in (None, now) or all(leaf.role == "param" for leaf in leaves):
+        return []
+    warning = (
+        f"an update had {counted(before, 'microbatch', 'microbatches')} before the checkpoint and "
+        f"has {now} now, which changes dropout and batch statistics"
+    )
+    size, most = batch.global_batch_size, batch.global_batch_size // before
+    if size % (before * batch.replicas) == 0:
+        return [f"{warning}; gradient_accumulation_steps={before} keeps them"]
+    if size % before == 0:
+        return [
+            f"{warning}; gradient_accumulation_steps={before} would keep them on a mesh whose "
+            f"data × fsdp divides {most}, which {batch.replicas} does not"
+        ]
+    return [warning]
+
+
+def schedule_warnings(
+    config: Config,
+    recipe: Recipe,
+    batch_size: int,
+    *,
+    overrides: Iterable[str] = (),
+    chosen: Iterable[str] = (),
+) -> list[str]:
+    """Return warnings about the length and the learning rate of a run.
+
+    Args:
+        config: the config of the run.
+        recipe: the objects that the config describes.
+        batch_size: samples per global batch.
+        overrides: the keys that were given, as opposed to those of files.
+        chosen: the keys that the user set anywhere. A default warm-up that is longer than a short
+            trial run is not worth a warning.
+    """
+    updates = _updates(config, recipe, batch_size)
+    return [
+        *_overridden_steps(config, updates, overrides),
+        *(_long_warmup(config, updates, batch_size) if WARMUP in chosen else []),
+    ]
+
+
+def _updates(config: Config, recipe: Recipe, batch_size: int) -> int | None:
+    """Return the number of updates of a run; None for a time."""
+    duration = training_duration(config)
+    samples = None if duration.epochs is None else recipe.data.num_samples
+    return duration.total_updates(num_samples=samples, batch_size=batch_size)
+
+
+def _overridden_steps(config: Config, updates: int | None, overrides: Iterable[str]) -> list[str]:
+    duration, steps = config.training.max_duration, config.training.steps
+    if duration is None or "training.steps" not in overrides or updates == steps:
+        return []
+    length = "" if updates is None else f", which is {counted(updates, 'update')}"
+    return [
+        f"{Setting('training.max_duration', duration)} overrides "
+        f"{Setting('training.steps', steps)}: the run ends after "
+        f"{duration}{length}; leave one of the two out"
+    ]
+
+
+def _long_warmup(config: Config, updates: int | None, batch_size: int) -> list[str]:
+    warmup = config.optimizer.warmup_steps
+    if updates is None or not warmup or warmup < updates:
+        return []
+    rate = learning_rate(config, batch_size, updates)
+    return [
+        f"{Setting('optimizer.warmup_steps', warmup)} is not shorter than the run of "
+        f"{counted(updates, 'update')}: the learning rate ends at {_at(rate, updates - 1):.3g} "
+        f"and never reaches {_at(rate, warmup):.3g}"
+    ]
+
+
+def raised_rate(
+    config: Config, recipe: Recipe, batch_size: int, resumed: CheckpointMetadata
+) -> list[str]:
+    """Warn if a longer run raises a learning rate that had decayed at the checkpoint."""
+    updates = _updates(config, recipe, batch_size)
+    try:
+        before = Config.parse(dict(resumed.config))
+        old_updates = _updates(before, recipe, resumed.global_batch_size)
+        old = learning_rate(before, resumed.global_batch_size, old_updates)
+    except MeshwrightError:
+        # A config of another version, or of a run from Python, which has none.
+        return []
+    new = learning_rate(config, resumed.global_batch_size, updates)
+    done = resumed.update
+    if not done or _at(new, done) <= NOTICEABLE * _at(old, done):
+        return []
+    last, rate = _at(old, done - 1), _at(new, done)
+    longer = f" ended at update {old_updates} and now ends at update {updates}"
+    why = "" if old_updates == updates else longer
+    schedule = Setting("optimizer.schedule", config.optimizer.schedule)
+    return [
+        f"the learning rate rises again: it was {last:.3g} at the checkpoint (update {done}) and "
+        f"is {rate:.3g} after it ({schedule}{why}); "
+        f"to stay low, add {Setting('optimizer.schedule', 'constant')}, the "
+        f"{Setting('optimizer.learning_rate')} to continue with, and "
+        f"{Setting('checkpoint.accept_changes', True)}"
+    ]
+
+
+def _at(rate: optax.Schedule, update: int) -> float:
+    # On a CPU, where it does not wait for other work.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return float(np.asarray(rate(update)))
+
+
+def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: int) -> None:
+    """Warn if batches ran out, nothing was trained, or samples were left out.
+
+    Args:
+        result: the result of the run.
+        before: updates that the trainer had done before, in memory.
+        asked: what was asked for.
+        batch_size: samples per global batch.
+    """
+    steps = None if asked.duration is None else asked.duration.updates
+    texts: list[str] = []
+    if result.stop.reason is StopReason.OUT_OF_BATCHES:
+        texts.append(
+            f"{result.stop.text}, and training stopped there. Give more batches, or write "
+            "epochs=… for data that can be read again"
+        )
+    elif steps != 0 and result.updates == before:
+        more = steps or before
+        texts.append(
+            f"this trainer had already done {before} updates, and nothing was trained. The length "
+            f"of a run counts from its first update: write steps={before + more} to do {more} "
+            "more, or restart=True to begin anew"
+        )
+    if asked.data is not None and (dropped := asked.data.num_dropped):
+        texts.append(
+            f"the last batch of the data has {dropped} samples instead of {batch_size}, and was "
+            "not trained on. Give the samples instead of batches, or a batch size that divides "
+            "their number, to use them all"
+        )
+    for text in texts:
+        # The caller of `fit`.
+        warnings.warn(text, UserWarning, stacklevel=4)

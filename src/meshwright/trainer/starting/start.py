@@ -1,0 +1,190 @@
+"""Where a run starts: a checkpoint, the last `fit`, a folder of weights, another run, or anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint import read_params
+from meshwright.checkpoint.array_paths import as_named_now
+from meshwright.errors import ANY, Setting, UserError
+from meshwright.inputs.user_model import exists
+from meshwright.runtime.activity import activity
+from meshwright.sharding.rules import matches
+from meshwright.step.assemble import Assembled
+from meshwright.step.state import TrainState
+from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.starting.continuing import choose_start, continued_state
+from meshwright.trainer.starting.resume import ResumePoint, find_resume_point
+from meshwright.trainer.trained.fit_result import FitResult
+from meshwright.trainer.trainer_settings import TrainerSettings
+from meshwright.weights.hf_folder import describe_differences, listed, open_folder
+from meshwright.weights.hf_model import HfModel, check_numbers
+from meshwright.weights.kept import keep_files, read_kept
+from meshwright.weights.load import load_state, weights_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts.
+
+    Attributes:
+        state: makes the state to start from without a checkpoint.
+        point: the checkpoint to resume from; None for none.
+        updates: the updates of that state, which an earlier `fit` did.
+        remarks: what of a folder of weights is not used.
+        source: where the weights come from, in one line; empty if they are random or a run's.
+        hf_files: what the run remembers for exports to Hugging Face's format, by name.
+    """
+
+    state: Callable[[], TrainState]
+    point: ResumePoint | None = None
+    updates: int = 0
+    remarks: tuple[str, ...] = ()
+    source: str = ""
+    hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def find_start(
+    trainer: TrainerSettings, asked: FitSettings, assembled: Assembled, last: FitResult | None
+) -> Start:
+    """Return where a run starts; what does not fit the model is refused before anything compiles.
+
+    Args:
+        trainer: what is trained.
+        asked: how it is trained.
+        assembled: the step.
+        last: the result of the trainer's last `fit`.
+    """
+    point = find_resume_point(asked.resume, asked.run_dir)
+    point, last = choose_start(point, last, asked.resume)
+    hf_files = _hf_files(trainer, asked, point)
+    weights = _weights_folder(trainer)
+    if weights is not None and trainer.init_from is not None:
+        raise UserError(
+            f"{Setting('model.weights')} and {Setting('model.init_from')} are both set",
+            why="training can start from one of them only",
+        )
+
+    def fresh() -> TrainState:
+        if exists(trainer.model):
+            return assembled.adopt(trainer.model)
+        return assembled.init(trainer.seed)
+
+    if weights is None:
+        warm = warm_start(trainer.init_from, trainer.init_patterns, assembled)
+        start = Start(state=lambda: warm(fresh()), point=point, hf_files=hf_files)
+    elif point is not None or last is not None:
+        start = Start(state=fresh, point=point, hf_files=hf_files)
+    else:
+        # The numbers of what a config or hf_model builds were compared before.
+        compare = trainer.weights is not None and not asked.config
+        start = _from_weights(weights, assembled, trainer.seed, hf_files, compare=compare)
+    if last is None:
+        return start
+    result = last
+    return replace(start, state=lambda: continued_state(result, assembled), updates=result.updates)
+
+
+def _weights_folder(trainer: TrainerSettings) -> str | Path | None:
+    model = trainer.model
+    if trainer.weights is None and isinstance(model, HfModel) and model.pretrained:
+        # Parameters of another run replace the folder's.
+        return model.folder.path if trainer.init_from is None else None
+    return trainer.weights
+
+
+def _from_weights(
+    weights: str | Path,
+    assembled: Assembled,
+    seed: int,
+    hf_files: Mapping[str, str],
+    *,
+    compare: bool,
+) -> Start:
+    folder = open_folder(weights)
+    found = weights_of(folder, assembled)
+    if compare:
+        check_numbers(assembled.abstract_model(), folder)
+
+    def load() -> TrainState:
+        with activity(f"reading the weights in {weights}"):
+            return load_state(found, assembled, seed)
+
+    remarks = (found.skipped,) if found.skipped else ()
+    return Start(state=load, remarks=remarks, source=found.summary, hf_files=hf_files)
+
+
+def _hf_files(
+    trainer: TrainerSettings, asked: FitSettings, point: ResumePoint | None
+) -> dict[str, str]:
+    """Return what a run remembers for exports; a resumed run has it already."""
+    if point is not None and point.same_run and asked.run_dir is not None:
+        return read_kept(asked.run_dir)
+    if isinstance(trainer.model, HfModel):
+        return keep_files(trainer.model.folder, config=trainer.model.config())
+    folder = None if trainer.weights is None else Path(trainer.weights)
+    return keep_files(
+        open_folder(folder) if folder is not None and folder.is_dir() else None,
+        tokenizer=asked.tokenizer,
+    )
+
+
+def warm_start(
+    run: str | Path | None, patterns: Sequence[str] | None, assembled: Assembled
+) -> Callable[[TrainState], TrainState]:
+    """Return what replaces the parameters of an initial state by those of a run.
+
+    Statistics, such as the running means of BatchNorm, and frozen weights come with them. What
+    does not fit is refused here, before anything is compiled.
+
+    Args:
+        run: a run or a checkpoint; None replaces nothing.
+        patterns: path patterns of the parameters to take; None takes all, and they must then be
+            the model's own.
+        assembled: the step.
+    """
+    if run is None:
+        if patterns is not None:
+            raise UserError(
+                f"{Setting('model.init_patterns')} has no effect without a run",
+                fix=f"write {Setting('model.init_from', ANY)} with a run folder",
+            )
+        return lambda state: state
+    leaves = {leaf.path: leaf.shape for leaf in assembled.traced.layout.leaves}
+    saved = as_named_now(read_params(run, statistics=True), leaves)
+    weights = {leaf.path for leaf in assembled.traced.layout.leaves if leaf.is_weight}
+    wanted = _chosen({*saved, *weights}, patterns, run)
+    differences = describe_differences(
+        {path: saved[path].shape for path in saved if path in wanted},
+        {path: shape for path, shape in leaves.items() if path in wanted},
+    )
+    if differences:
+        raise UserError(
+            f"the parameters of {run} do not fit the model",
+            why="; ".join(differences),
+            fix=f'take only what fits, with {Setting("model.init_patterns")} such as ["blocks.**"]',
+        )
+
+    def replaced(state: TrainState) -> TrainState:
+        values = assembled.canonical(state)
+        return assembled.start([saved[p] if p in wanted else values[p] for p in values])
+
+    return replaced
+
+
+def _chosen(paths: set[str], patterns: Sequence[str] | None, run: Any) -> set[str]:
+    if patterns is None:
+        return paths
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = {path for path in paths if matches(pattern, path)}
+        if not matched:
+            raise UserError(
+                f"the pattern `{pattern}` matches no parameter",
+                why=f"neither the model nor {run} has one; there are {listed(sorted(paths))}",
+            )
+        chosen |= matched
+    return chosen

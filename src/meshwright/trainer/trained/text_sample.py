@@ -1,0 +1,88 @@
+"""A sample of text from a trained language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.data.sentences import grade
+from meshwright.data.tokenizer import Tokens
+from meshwright.models.generate import generate
+from meshwright.runtime.activity import activity
+from meshwright.step.assemble import Assembled
+from meshwright.step.state import TrainState
+from meshwright.tasks.language_modeling import LanguageModeling
+from meshwright.trainer.fit_settings import FitSettings
+
+PROMPT_TOKENS = 16
+TEMPERATURE = 0.8
+"""Below 1, because a model is too random after a short run."""
+GRADED_ROWS = 8
+"""Texts of the built-in sentences are graded; one alone would say little."""
+
+
+class TextSample(NamedTuple):
+    """What a model wrote.
+
+    Attributes:
+        text: the beginning of a held-out text, and how the model continues it.
+        grade: how good it is, in words; None if that cannot be said.
+    """
+
+    text: str
+    grade: str | None
+
+
+@activity("generating a sample of text")
+def generate_sample(
+    asked: FitSettings, assembled: Assembled, state: TrainState, ends: Sequence[int] = ()
+) -> TextSample | None:
+    """Continue the beginning of a held-out text; None if the model does not generate text.
+
+    Args:
+        asked: says how many tokens to generate; its data have the tokenizer.
+        assembled: the step.
+        state: its state.
+        ends: tokens that end the text.
+    """
+    task = None if asked.recipe is None else asked.recipe.task
+    source = asked.eval_data or asked.data
+    tokenizer: Any = None if asked.data is None else asked.data.tokenizer
+    if not asked.sample_tokens or tokenizer is None or not isinstance(task, LanguageModeling):
+        return None
+    assert source is not None
+    assert asked.recipe is not None
+    graded = asked.recipe.config_data.is_built_in_text
+    batch = source.batch(0, GRADED_ROWS if graded else 1)
+    rows = np.asarray(batch["tokens"] if "tokens" in batch else batch["inputs"])
+    prompt = rows[:, : min(PROMPT_TOKENS, task.context_length - 1)]
+    tokens = generate(
+        assembled.model(state),
+        prompt,
+        num_tokens=asked.sample_tokens,
+        context_length=task.context_length,
+        temperature=TEMPERATURE,
+        sharding=NamedSharding(assembled.mesh, PartitionSpec()),
+    )
+    texts: list[str] = []
+    for row in tokens:
+        text = until_end(row, prompt.shape[1], ends)
+        # The model's vocabulary may be larger than the tokenizer's.
+        texts.append(_printable(str(tokenizer.decode(text[text < tokenizer.vocab_size]))))
+    return TextSample(texts[0], grade(texts) if graded else None)
+
+
+def until_end(tokens: Tokens, start: int, ends: Sequence[int]) -> Tokens:
+    """Return tokens up to the first from `start` on that ends a text."""
+    found = np.flatnonzero(np.isin(tokens[start:], ends))
+    return tokens[: start + int(found[0])] if found.size else tokens
+
+
+def _printable(text: str) -> str:
+    """Return text without control characters, which would affect a terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

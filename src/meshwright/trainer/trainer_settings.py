@@ -1,0 +1,207 @@
+"""The settings of a trainer, each checked when it is made, and the arguments it does not have."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import optax
+from flax import nnx
+from flax.nnx.filterlib import Filter
+
+from meshwright.config.argument_checks import (
+    check_clip_norm,
+    check_count,
+    check_kind,
+    check_optimizer,
+    check_path,
+    wrong_kind,
+)
+from meshwright.config.base import SYNONYMS, shorten
+from meshwright.config.schema import (
+    CheckpointConfig,
+    KernelChoice,
+    OnNonfinite,
+    PipelineConfig,
+    Precision,
+    ShardingConfig,
+    TrackingConfig,
+)
+from meshwright.errors import ANY, UserError, did_you_mean
+from meshwright.inputs.checks import (
+    check_kernels,
+    check_loss,
+    check_precision,
+    check_run_name,
+    check_trainable,
+)
+from meshwright.inputs.user_model import UserModel
+from meshwright.mesh.build import Device, check_devices
+from meshwright.plan import Plan
+from meshwright.program.trace.traced_loss import Loss
+from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.incidents.not_finite import check_policy
+from meshwright.weights.hf_model import check_one_folder
+
+MOST_SEED = 2**32 - 1
+
+
+@dataclass(kw_only=True)
+class TrainerSettings:
+    """What is trained, and how: the fields of `Trainer`, which describes them.
+
+    Attributes:
+        defaults: how `fit` runs unless its arguments say otherwise.
+    """
+
+    model: UserModel
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    eval_loss: Loss | None = None
+    mesh: str | Mapping[str, int] | Plan = ""
+    precision: Precision = "no"
+    kernels: KernelChoice = "auto"
+    gradient_accumulation_steps: int = 1
+    sync_gradients_every: int = 1
+    clip_norm: float | None = None
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    pipeline: PipelineConfig | Mapping[str, Any] | str = field(default_factory=PipelineConfig)
+    trainable: Filter = nnx.Param
+    weights: str | Path | None = None
+    init_from: str | Path | None = None
+    init_patterns: Sequence[str] | None = None
+    on_nonfinite: OnNonfinite = "stop"
+    max_skipped: int = 10
+    max_rewinds: int = 3
+    seed: int = 0
+    log_every: int = 10
+    run_name: str | None = None
+    devices: Sequence[Device] | None = None
+    compilation_cache: bool | str | Path | None = None
+
+    def __post_init__(self) -> None:
+        self.defaults = FitSettings()
+        check_loss(self.loss)
+        if self.eval_loss is not None:
+            check_loss(self.eval_loss, "eval_loss")
+        check_run_name(self.run_name)
+        check_optimizer(self.optimizer)
+        check_precision(self.precision)
+        check_kernels(self.kernels)
+        check_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        check_count("sync_gradients_every", self.sync_gradients_every)
+        check_count("log_every", self.log_every)
+        check_clip_norm(self.clip_norm)
+        check_trainable(self.trainable)
+        check_policy(self.on_nonfinite, self.max_skipped, self.max_rewinds)
+        check_devices(self.devices)
+        check_kind(
+            "sharding", self.sharding, ShardingConfig, "write sharding=mw.ShardingConfig(zero=3)"
+        )
+        _check_start(self.seed, self.weights, self.init_from, self.init_patterns)
+        check_one_folder(self.model, self.weights)
+        if self.compilation_cache is not None and not isinstance(self.compilation_cache, bool):
+            check_path("compilation_cache", self.compilation_cache)
+        read_pipeline(self.pipeline)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether an update that is not finite changes nothing."""
+        return self.on_nonfinite != "apply"
+
+
+def _check_start(seed: Any, weights: Any, init_from: Any, init_patterns: Any) -> None:
+    """Check where a run starts from."""
+    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if not whole or not 0 <= seed <= MOST_SEED:
+        raise wrong_kind("seed", seed, f"write a whole number from 0 to {MOST_SEED}")
+    for name, path in {"weights": weights, "init_from": init_from}.items():
+        if path is not None:
+            check_path(name, path)
+    if init_patterns is None:
+        return
+    listed = isinstance(init_patterns, Sequence) and not isinstance(init_patterns, str | bytes)
+    if not listed or not all(isinstance(each, str) for each in init_patterns):
+        fix = 'write a list of path patterns, such as ["blocks.**"]'
+        raise wrong_kind("init_patterns", init_patterns, fix)
+
+
+def read_pipeline(given: Any) -> PipelineConfig:
+    """Return the pipeline settings that a name, a mapping or a config gives."""
+    if isinstance(given, PipelineConfig):
+        return given
+    if isinstance(given, str):
+        return PipelineConfig.parse({"schedule": given})
+    if isinstance(given, Mapping):
+        values = typing.cast(Mapping[Any, Any], given)
+        return PipelineConfig.parse({str(k): v for k, v in values.items()})
+    raise UserError(
+        f"the pipeline is {shorten(given)}, of type {type(given).__name__}",
+        fix='write pipeline="zb_h1", or '
+        'pipeline=mw.PipelineConfig(schedule="zb_h1", num_microbatches=16)',
+    )
+
+
+Kind = TypeVar("Kind")
+
+_BATCH = (
+    "the samples of an update are `trainer.fit(…, batch_size=…)`; each device gets an equal part, "
+    "in as many microbatches as gradient_accumulation_steps says"
+)
+_ELSEWHERE = {
+    "global_batch_size": _BATCH,
+    "micro_batch_size": _BATCH,
+    "learning_rate": "it is the optimizer's: optimizer=optax.adamw(…)",
+}
+"""Settings of a config that have other names in Python."""
+
+
+class UnknownArgument(UserError, TypeError):
+    """An argument that a call does not take."""
+
+
+def places_unknown(trainer: type[Kind]) -> type[Kind]:
+    """Make a trainer class refuse arguments that it does not have, and say where they belong."""
+    kind: Any = trainer
+    init = kind.__init__
+    own = [name for name in inspect.signature(init).parameters if name != "self"]
+    of_fit = [name for name in inspect.signature(kind.fit).parameters if name != "self"]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in own:
+                raise UnknownArgument(
+                    f"{trainer.__name__} has no argument {name}", fix=_place(name, own, of_fit)
+                )
+        init(self, *args, **given)
+
+    kind.__init__ = checked
+    return trainer
+
+
+def _place(name: str, own: Collection[str], of_fit: Collection[str]) -> str:
+    """Say where an argument belongs."""
+    meant = SYNONYMS.get(name, name)
+    if name in of_fit:
+        return f"write it when you train: `trainer.fit(…, {name}={ANY})`"
+    if meant in _ELSEWHERE:
+        return _ELSEWHERE[meant]
+    if meant in own:
+        return f"did you mean `{meant}`?"
+    if meant in of_fit:
+        return f"write it when you train: `trainer.fit(…, {meant}={ANY})`"
+    if name in ShardingConfig.model_fields:
+        return f"write sharding=mw.ShardingConfig({name}={ANY})"
+    if name in PipelineConfig.model_fields:
+        return f'write pipeline={{"{name}": {ANY}}}'
+    for section, config in (("checkpoint", CheckpointConfig), ("tracking", TrackingConfig)):
+        if name in config.model_fields:
+            return f"write `trainer.fit(…, {section}=mw.{config.__name__}({name}={ANY}))`"
+    return did_you_mean(name, own) or f"its arguments: {', '.join(own)}"

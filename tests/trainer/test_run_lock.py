@@ -1,0 +1,144 @@
+"""A run folder belongs to one run at a time, on this host and on others."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from quick import quick_module
+
+import meshwright as mw
+from meshwright.errors import UserError
+from meshwright.trainer.run_dir import RunLock, refuse_locked
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
+
+HOLDER = """
+import sys
+from pathlib import Path
+from meshwright.trainer.run_dir import RunLock
+RunLock(Path(sys.argv[1])).acquire()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that has locked the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def fit(folder, steps=1, **settings):
+    trainer = mw.Trainer(
+        model=lambda rngs: nnx.Linear(4, 8, rngs=rngs),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        optimizer=optax.sgd(0.01),
+        log_every=1,
+    )
+    data = [{"x": np.ones((8, 4), np.float32)}] * steps
+    return trainer.fit(data, steps=steps, run_dir=folder, progress=False, **settings)
+
+
+def write_lock(folder, **changes):
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "started": "", "since": "yesterday"}
+    (folder / "run.lock").write_text(json.dumps(own | changes))
+
+
+def test_a_second_run_in_the_folder_is_refused_and_writes_nothing(other, tmp_path):
+    with pytest.raises(UserError, match="another run is using") as caught:
+        fit(tmp_path)
+    assert f"process {other.pid} on {socket.gethostname()} has been writing to it" in (
+        caught.value.why
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+    # The lock is gone when the other process has ended, in whatever way.
+    other.communicate("")
+    assert not (tmp_path / "run.lock").exists()
+    assert fit(tmp_path).updates == 1
+
+
+def test_the_lock_of_a_killed_process_is_replaced(other, tmp_path):
+    other.kill()
+    other.wait()
+    assert (tmp_path / "run.lock").exists()
+    assert fit(tmp_path).updates == 1
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_number_that_now_belongs_to_another_process_is_no_lock(tmp_path):
+    write_lock(tmp_path, started="long ago")
+    refuse_locked(tmp_path)
+    assert fit(tmp_path).updates == 1
+
+
+def test_the_lock_of_another_host_is_refused_with_what_to_remove(tmp_path):
+    write_lock(tmp_path, host="elsewhere", pid=7)
+    with pytest.raises(UserError, match="another run is using") as caught:
+        fit(tmp_path)
+    assert "process 7 on elsewhere" in caught.value.why
+    assert f"remove {tmp_path / 'run.lock'}" in caught.value.fix
+
+
+def test_a_requeued_job_replaces_its_own_lock_of_another_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "big")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for job, restart in (("big 11", 0), ("small 12", 0), ("big 12", 1)):
+        write_lock(tmp_path, host="elsewhere", pid=7, job=job, restart=restart)
+        with pytest.raises(UserError, match="process 7 on elsewhere"):
+            RunLock(tmp_path).acquire()
+    write_lock(tmp_path, host="elsewhere", pid=7, job="big 12", restart=0)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    held = json.loads((tmp_path / "run.lock").read_text())
+    assert (held["pid"], held["job"], held["restart"]) == (os.getpid(), "big 12", 1)
+    lock.release()
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_lock_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "run.lock").write_text("")
+    with pytest.raises(UserError, match="another run is using"):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_run_inside_of_a_run_is_refused_and_the_lock_is_released_after_a_failure(tmp_path):
+    class Nested(mw.Callback):
+        def on_log(self, update, values):
+            fit(tmp_path)
+
+    with pytest.raises(UserError, match="another run is using"):
+        fit(tmp_path, callbacks=[Nested()])
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_checkpoints_that_another_run_saved_meanwhile_are_not_overwritten(tmp_path, monkeypatch):
+    from meshwright.trainer import training_run
+
+    original = training_run.RunLock.acquire
+
+    def acquire_late(self):
+        # Another run has come and gone between the look for checkpoints and the lock.
+        (tmp_path / "checkpoints/3").mkdir(parents=True, exist_ok=True)
+        original(self)
+
+    monkeypatch.setattr(training_run.RunLock, "acquire", acquire_late)
+    with pytest.raises(UserError, match="another run has saved checkpoints in") as caught:
+        fit(tmp_path)
+    assert caught.value.why == "the newest is now update 3"
