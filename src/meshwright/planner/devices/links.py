@@ -265,9 +265,8 @@ def _on_torus(sizes: Sequence[int], chip: Chip) -> list[InsideLinks]:
     An axis that has a whole dim with wraparound sends in both directions; on a part of a dim, or
     without wraparound, its ends have one link only.
     """
-    dims = _TORUS_DIMS[chip.topology]
     devices, on_chip = math.prod(sizes), chip.devices_per_chip
-    full = torus_shape(max(devices // on_chip, 1), dims)
+    full = torus_shape(max(devices // on_chip, 1), _TORUS_DIMS[chip.topology])
     free, found = list(full), list[InsideLinks]()
     for size in reversed(sizes):
         shared = math.gcd(size, on_chip)
