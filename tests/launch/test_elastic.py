@@ -16,10 +16,9 @@ from real_processes import free_port
 
 from meshwright.cli.main import main
 from meshwright.errors import ExitCode, UserError
-from meshwright.launch.machines_left import MachinesLeft
 from meshwright.launch.options import parse_launch
-from meshwright.launch.processes_left import ProcessesLeft
 from meshwright.launch.supervise import Outcome, Requests
+from meshwright.launch.team import MachinesLeft, ProcessesLeft
 from meshwright.launch.watch import Watch
 from meshwright.launch.whole_run import find_run
 from meshwright.runtime.attempts import PROCESS_RANGE, Fit, ProcessRange

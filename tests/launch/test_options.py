@@ -11,7 +11,7 @@ from meshwright.launch.options import parse_launch
 def test_flags_stand_before_the_program_and_its_own_stay_with_it():
     flags = ["--nprocs", "2", "--devices-per-process=4", "--"]
     launch = parse_launch([*flags, "train", "mesh.fsdp=8", "--json"])
-    assert (launch.nprocs, launch.devices_per_process, launch.grace_seconds) == (2, 4, None)
+    assert (launch.nprocs, launch.devices_per_process, launch.grace) == (2, 4, None)
     assert launch.command == [
         sys.executable,
         "-P",

@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.errors import UserError
-from meshwright.launch.cluster_options import limit_seconds
 from meshwright.launch.options import parse_launch
+from meshwright.launch.slurm import limit_seconds
 
 STUBS = {
     # Runs the tasks one after another, and returns the largest exit code, as srun does.

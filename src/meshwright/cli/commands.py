@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.launch.options import FLAGS as LAUNCH_FLAGS
+from meshwright.launch.flags import FLAGS as LAUNCH_FLAGS
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ COMMANDS = {
             "launch",
             "run a command or a script in several processes, here or on a cluster",
             "--nprocs 2 --devices-per-process 2 -- train mesh.fsdp=4",
-            flags=tuple(Flag(name, *text) for name, text in LAUNCH_FLAGS.items()),
+            flags=tuple(Flag(name, flag.help, flag.value) for name, flag in LAUNCH_FLAGS.items()),
             usage="--nprocs N [flags] -- COMMAND [flags of the command] [overrides]",
             composes=False,
             prints_result=False,
@@ -163,7 +163,7 @@ COMMANDS = {
             "model=gpt2_tiny mesh.data=2",
             flags=(
                 Flag("--nprocs", "processes of the run (default 2)", "N"),
-                Flag("--devices-per-process", LAUNCH_FLAGS["--devices-per-process"][0], "N"),
+                Flag("--devices-per-process", LAUNCH_FLAGS["--devices-per-process"].help, "N"),
                 Flag("--only", "the faults to inject, such as sigkill,preempt", "NAMES"),
                 Flag("--list", "list the faults, and how the run has to recover from each"),
                 Flag("--steps", "updates of each run (default 8)", "N"),

@@ -26,7 +26,11 @@ def run(request: Request) -> int:
 
     check_sections(request.config)
     origins = trace_origins(request.config, request.composed)
-    request.output.result(_as_json(origins), _as_table(origins))
+    listed = {
+        origin.key: {"value": origin.value, "origin": origin.source, "from": origin.detail}
+        for origin in origins
+    }
+    request.output.result(listed, _as_table(origins))
     return ExitCode.DONE
 
 
@@ -53,13 +57,6 @@ def print_composed(arguments: Arguments, output: Output) -> int:
     else:
         output.text(text)
     return ExitCode.DONE
-
-
-def _as_json(origins: list[Origin]) -> dict[str, Any]:
-    return {
-        origin.key: {"value": origin.value, "origin": origin.source, "from": origin.detail}
-        for origin in origins
-    }
 
 
 def _as_table(origins: list[Origin]) -> Columns:

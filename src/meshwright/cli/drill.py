@@ -14,12 +14,11 @@ from rich.text import Text
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.request import Request
 from meshwright.config.distributed_config import DistributedConfig
-from meshwright.drill.configuration import DEFAULT_STEPS, FEWEST_STEPS, Configuration
 from meshwright.drill.run_drill import FAULTS, DrillReport, FaultResult, run_drill
-from meshwright.drill.trial import Fault
+from meshwright.drill.trial import DEFAULT_STEPS, FEWEST_STEPS, Configuration, Fault
 from meshwright.errors import ExitCode, UserError, did_you_mean
 from meshwright.launch.environments import count_gpus
-from meshwright.launch.options import MAX_PROCESSES
+from meshwright.launch.flags import MAX_PROCESSES
 from meshwright.runtime.activity import activity
 from meshwright.text.columns import Columns
 from meshwright.text.units import counted, human_seconds

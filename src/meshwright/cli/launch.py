@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from meshwright.launch.machines_left import MachinesLeft
 from meshwright.launch.merged_output import MergedOutput
 from meshwright.launch.options import parse_launch
-from meshwright.launch.processes_left import ProcessesLeft, Team
 from meshwright.launch.restarts import Attempts
+from meshwright.launch.team import MachinesLeft, ProcessesLeft, Team
 from meshwright.launch.whole_run import find_run, refuse_outer_launcher
 
 
@@ -22,7 +21,7 @@ def launch(words: Sequence[str]) -> int:
     if options.cluster is not None:
         from meshwright.cli.submit import submit
 
-        return submit(options, options.cluster)
+        return submit(options)
     run = find_run(options, os.environ)
     if (options.nodes or 1) == 1:
         refuse_outer_launcher(options.nprocs, os.environ, is_shared=run.is_shared)

@@ -80,7 +80,9 @@ def _main(argv: Sequence[str]) -> int:
             return _print(command_help(arguments.command))
         from meshwright.launch.connect import is_main
 
-        with guarded_stdout(as_json=arguments.has("--json"), silent=not is_main()) as output:
+        silent = not is_main()
+        shown = nullcontext() if silent else show_activities()
+        with guarded_stdout(as_json=arguments.has("--json"), silent=silent) as output, shown:
             return _run(arguments, output)
     except MeshwrightError as error:
         if debug:
@@ -115,11 +117,6 @@ def _print(text: str) -> int:
 
 
 def _run(arguments: Arguments, output: Output) -> int:
-    with nullcontext() if output.silent else show_activities():
-        return _run_command(arguments, output)
-
-
-def _run_command(arguments: Arguments, output: Output) -> int:
     if not arguments.command.composes:
         return int(importlib.import_module(arguments.command.module).run(arguments, output))
     if arguments.has("--multirun"):

@@ -88,23 +88,19 @@ def make_request(arguments: Arguments, output: Output) -> Request:
     composed = compose(arguments)
     config = validate(composed)
     if arguments.command.needs_devices:
+        from meshwright.compiled.disk_cache import use_disk_cache
+
         composed = prepare_devices(config, composed)
-        _prepare_compiler(config)
+        use_disk_cache(config.compilation_cache)
         _compare(arguments, config)
         if config.mesh.auto or config.training.micro_batch_size == "auto":
-            config, composed = _choose(config, composed, output)
+            from rich.text import Text
+
+            from meshwright.cli.auto_settings import choose_settings
+
+            config, composed, line = choose_settings(config, composed)
+            output.say(Text(line))
     return Request(arguments, composed, config, output)
-
-
-def _choose(config: Config, composed: Composed, output: Output) -> tuple[Config, Composed]:
-    """Return the config with what it leaves to the planner, and print that."""
-    from rich.text import Text
-
-    from meshwright.cli.auto_settings import choose_settings
-
-    config, composed, line = choose_settings(config, composed)
-    output.say(Text(line))
-    return config, composed
 
 
 def _compare(arguments: Arguments, config: Config) -> None:
@@ -115,11 +111,11 @@ def _compare(arguments: Arguments, config: Config) -> None:
 
     from meshwright.launch.environments import count_gpus
 
-    facts = {"command": arguments.command.name, **config.model_dump(mode="json")}
     flags = ("jax_enable_x64", "jax_default_matmul_precision", "jax_platforms")
     compare_processes(
         {
-            **facts,
+            "command": arguments.command.name,
+            **config.model_dump(mode="json"),
             "version": {**package_versions(), "meshwright code": own_code()},
             "jax": {name: jax.config.values.get(name) for name in flags},
             # Processes that start devices of different platforms would wait for each other.
@@ -211,12 +207,6 @@ def prepare_devices(config: Config, composed: Composed) -> Composed:
     connect_processes(config.simulate)
     run_dir, sweep_dir = processes.broadcast([str(composed.run_dir), str(composed.sweep_dir)])
     return replace(composed, run_dir=Path(run_dir), sweep_dir=Path(sweep_dir))
-
-
-def _prepare_compiler(config: Config) -> None:
-    from meshwright.compiled.disk_cache import use_disk_cache
-
-    use_disk_cache(config.compilation_cache)
 
 
 def start_devices() -> None:

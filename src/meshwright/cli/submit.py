@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.errors import EnvironmentProblem, ExitCode, UserError
-from meshwright.launch.cluster_options import ClusterKind, ClusterOptions
 from meshwright.launch.kubernetes import fixed_folder, manifest_text, manifests
-from meshwright.launch.options import LaunchOptions
-from meshwright.launch.slurm import LOG, sbatch_script
+from meshwright.launch.options import ClusterKind, LaunchOptions
+from meshwright.launch.slurm import LOG, check_time_to_save, sbatch_script
 from meshwright.text.masking import mask_text, mask_words
 
 if TYPE_CHECKING:
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     from meshwright.config.schema import Config
 
 
-def submit(options: LaunchOptions, cluster: ClusterOptions) -> int:
+def submit(options: LaunchOptions) -> int:
     """Print the script or the manifest of a launch, or submit it."""
     _check_resumes(options.program)
-    if cluster.kind is ClusterKind.SLURM:
-        return _submit_slurm(options, cluster)
-    return _submit_kubernetes(options, cluster)
+    if options.cluster is ClusterKind.SLURM:
+        return _submit_slurm(options)
+    return _submit_kubernetes(options)
 
 
 def _check_resumes(program: tuple[str, ...]) -> None:
@@ -45,16 +44,23 @@ def _check_resumes(program: tuple[str, ...]) -> None:
             )
 
 
-def _submit_slurm(options: LaunchOptions, cluster: ClusterOptions) -> int:
+def _submit_slurm(options: LaunchOptions) -> int:
+    from meshwright.cli.request import compose
+    from meshwright.config.compose import validate
+
+    check_time_to_save(options)
     cwd = Path.cwd()
-    composed = _check_program(options, in_image=False)
-    program, folder = _with_folder(options.program, composed, cluster.name)
+    arguments = _train_arguments(options)
+    composed = None if arguments is None else compose(arguments)
+    if composed is not None:
+        _check_modules(validate(composed))
+    program, folder = _with_folder(options.program, composed, options.name)
     options = replace(options, program=program)
-    if cluster.dry_run:
+    if options.dry_run:
         shown = Path(mask_text(str(folder)))
-        print(sbatch_script(*_masked(options, cluster), shown, cwd), end="")
+        print(sbatch_script(_masked(options), shown, cwd), end="")
         return ExitCode.DONE
-    script = sbatch_script(options, cluster, folder, cwd)
+    script = sbatch_script(options, folder, cwd)
     job = _run(["sbatch", "--parsable"], script, "job.sh").partition(";")[0]
     print(f"submitted SLURM job {job}")
     print(f"log: {cwd / LOG.replace('%j', job)}")
@@ -62,19 +68,20 @@ def _submit_slurm(options: LaunchOptions, cluster: ClusterOptions) -> int:
     return ExitCode.DONE
 
 
-def _submit_kubernetes(options: LaunchOptions, cluster: ClusterOptions) -> int:
-    _check_program(options, in_image=True)
-    options = replace(options, program=fixed_folder(options.program, cluster))
-    if options.program[0] == "train" and not cluster.claim:
+def _submit_kubernetes(options: LaunchOptions) -> int:
+    if arguments := _train_arguments(options):
+        _check_image_config(arguments)
+    options = replace(options, program=fixed_folder(options))
+    if options.program[0] == "train" and not options.claim:
         print(
             "remark: without --claim, checkpoints are lost with their pod, and a job that is "
             "restarted starts from the beginning",
             file=sys.stderr,
         )
-    if cluster.dry_run:
-        print(manifest_text(manifests(*_masked(options, cluster))), end="")
+    if options.dry_run:
+        print(manifest_text(manifests(_masked(options))), end="")
         return ExitCode.DONE
-    text = manifest_text(manifests(options, cluster))
+    text = manifest_text(manifests(options))
     print(_run(["kubectl", "create", "-f", "-"], text, "job.yaml"))
     return ExitCode.DONE
 
@@ -93,17 +100,15 @@ def _with_folder(
     return (*others, f"hydra.run.dir={value}"), folder
 
 
-def _masked(
-    options: LaunchOptions, cluster: ClusterOptions
-) -> tuple[LaunchOptions, ClusterOptions]:
+def _masked(options: LaunchOptions) -> LaunchOptions:
     """Return the options without secrets, and print a remark if there were any."""
-    program, sbatch = tuple(mask_words(options.program)), tuple(mask_words(cluster.sbatch))
-    if (program, sbatch) != (options.program, cluster.sbatch):
+    program, sbatch = tuple(mask_words(options.program)), tuple(mask_words(options.sbatch))
+    if (program, sbatch) != (options.program, options.sbatch):
         print(
             "remark: secrets are hidden in what --dry-run prints; without it, they are submitted",
             file=sys.stderr,
         )
-    return replace(options, program=program), replace(cluster, sbatch=sbatch)
+    return replace(options, program=program, sbatch=sbatch)
 
 
 def _run(command: Sequence[str], text: str, file: str) -> str:
@@ -122,35 +127,16 @@ def _run(command: Sequence[str], text: str, file: str) -> str:
     return done.stdout.strip()
 
 
-def _check_program(options: LaunchOptions, *, in_image: bool) -> Composed | None:
-    """Check what a job runs, so that a mistake shows before it waits in a queue.
-
-    Args:
-        options: what to launch.
-        in_image: whether the job has files of its own, so that those it names need not be here.
-
-    Returns:
-        The config of `train`; None for other programs, or if the config is in the image.
-    """
+def _train_arguments(options: LaunchOptions) -> Arguments | None:
+    """Return the arguments of `train`, whose config is checked before the job waits in a queue."""
     if not options.is_own_command:
         return None
     arguments = parse_arguments(options.program)
-    if arguments.command.name != "train":
-        return None
-    return _image_config(arguments) if in_image else _config(arguments)
+    return arguments if arguments.command.name == "train" else None
 
 
-def _config(arguments: Arguments) -> Composed:
-    from meshwright.cli.request import compose
-    from meshwright.config.compose import validate
-
-    composed = compose(arguments)
-    _check_modules(validate(composed))
-    return composed
-
-
-def _image_config(arguments: Arguments) -> Composed | None:
-    """Check the config of `train` as far as its files are here."""
+def _check_image_config(arguments: Arguments) -> None:
+    """Check the config of `train` as far as its files, which may be in the image, are here."""
     from meshwright.cli.request import compose
     from meshwright.config.compose import compose_config, validate
 
@@ -161,7 +147,7 @@ def _image_config(arguments: Arguments) -> Composed | None:
                 f"remark: the config is not checked, because {flag} {path} is not on this machine",
                 file=sys.stderr,
             )
-            return None
+            return
     composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
     model = composed.values.get("model")
     weights = model.get("weights") if isinstance(model, dict) else None
@@ -169,7 +155,6 @@ def _image_config(arguments: Arguments) -> Composed | None:
     if all(Path(str(path)).exists() for path in named):
         composed = compose(arguments)
     validate(composed)
-    return composed
 
 
 def _check_modules(config: Config) -> None:

@@ -171,7 +171,9 @@ def check_file_batch(values: Mapping[str, Any], is_plan: Callable[[dict[str, Any
         if is_plan({**values, "batch": {**batch, **changed}})
     ]
     choices = choices or [{"replicas": replicas, "global_batch_size": micro * replicas * steps}]
-    fix = "; or ".join(_written(sizes, changed) for changed in _ends(choices))
+    # The first has the same global batch, the last the same microbatches.
+    ends = [choices[0], *choices[1:][-1:]]
+    fix = "; or ".join(_written(sizes, changed) for changed in ends)
     if written != replicas:
         raise UserError(
             "the plan's batch does not fit its mesh",
@@ -194,11 +196,6 @@ def _choices(sizes: Mapping[str, int], replicas: int) -> Iterator[dict[str, int]
     if total % (steps * replicas) == 0:
         yield {"replicas": replicas, "micro_batch_size": total // (steps * replicas)}
     yield {"replicas": replicas, "global_batch_size": micro * replicas * steps}
-
-
-def _ends(choices: list[dict[str, int]]) -> list[dict[str, int]]:
-    """Return the first and the last choice: the same global batch, and the same microbatches."""
-    return [choices[0], *choices[1:][-1:]]
 
 
 def _written(sizes: Mapping[str, int], changed: Mapping[str, int]) -> str:

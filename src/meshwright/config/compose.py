@@ -77,24 +77,22 @@ def compose_config(
     own = [f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
     try:
         composed = _compose([*own, *_dropped_files(own, arguments, parsed), *arguments])
-        hydra = OmegaConf.to_container(composed.hydra, resolve=False)
-        assert isinstance(hydra, dict)
+        hydra = _plain(composed.hydra, resolve=False)
         run_dir, sweep_dir = Path(composed.hydra.run.dir), Path(composed.hydra.sweep.dir)
         with open_dict(composed):
             del composed["hydra"]
-        values = OmegaConf.to_container(composed, resolve=True)
+        values = _plain(composed, resolve=True)
     except Exception as error:
         # All input comes from the user's command line or files.
         raise _explain(error, options) from error
-    assert isinstance(values, dict)
     choices = {k: v for k, v in hydra["runtime"]["choices"].items() if not k.startswith("hydra/")}
     return Composed(
-        values={str(key): value for key, value in values.items()},
+        values=values,
         choices={str(key): str(value) for key, value in choices.items()},
         overrides=tuple(overrides),
         run_dir=run_dir,
         sweep_dir=sweep_dir,
-        hydra={str(key): value for key, value in hydra.items()},
+        hydra=hydra,
         config_dir=config_dir,
     )
 
@@ -114,19 +112,18 @@ def _change_saved(
         _check_known(override, options)
         if not _is_hydra(key) and not override.is_delete():
             OmegaConf.update(saved, canonical_key(key), override.value(), merge=False)
-    values = OmegaConf.to_container(saved, resolve=False)
-    assert isinstance(values, dict)
-    _refuse_hidden(file, {str(key): value for key, value in values.items()})
+    values = _plain(saved, resolve=False)
+    _refuse_hidden(file, values)
     project = OmegaConf.select(saved, "run.project", default="meshwright")
     own = [o.input_line or "" for o in parsed if _is_hydra(o.key_or_group)]
     named = compose_config([f"run.project={quoted(str(project))}", *own])
-    return replace(
-        named,
-        values={str(key): value for key, value in values.items()},
-        choices={},
-        overrides=tuple(overrides),
-        config_file=file,
-    )
+    return replace(named, values=values, choices={}, overrides=tuple(overrides), config_file=file)
+
+
+def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def _refuse_hidden(file: Path, values: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""Forms of arguments: named axes, and arguments that have more than one keyword."""
+"""Forms of calls: named axes, arguments with more than one keyword, and static methods."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import jax
 
@@ -104,3 +105,18 @@ def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return cast(Callable[P, R], call)
 
     return decorate
+
+
+def static_twin(method: Callable[Concatenate[Any, P], R]) -> staticmethod[P, R]:
+    """Return a method that reads nothing of its object as a static method, without ``self``."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return method(None, *args, **kwargs)
+
+    signature = inspect.signature(method)
+    functools.update_wrapper(call, method)
+    own = list(signature.parameters.values())[1:]
+    vars(call)["__signature__"] = signature.replace(parameters=own)
+    call.__name__ = f"{method.__name__}_static"
+    call.__doc__ = f"``{method.__name__}`` as a static method."
+    return staticmethod(call)

@@ -16,6 +16,7 @@ from meshwright.distributed.argument_forms import (
     also_called,
     require_axes,
     resolve_axes,
+    static_twin,
     tracks_varying,
     varying_axes,
 )
@@ -30,7 +31,8 @@ class DataParallel(nnx.Module):
 
     def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
         """Return the sharding that splits dim 0 over ``data_axis``."""
-        return self.create_data_parallel_sharding_static(mesh, data_axis)
+        check_mesh_axis(mesh, data_axis)
+        return NamedSharding(mesh, PartitionSpec(data_axis))
 
     def shard_batch(self, batch: Batch, sharding: NamedSharding) -> Batch:
         """Split every leaf of the batch over the devices; scalars are replicated.
@@ -38,7 +40,7 @@ class DataParallel(nnx.Module):
         With several processes, each passes the samples it loaded. A dim that does not divide
         evenly raises an error with the leaf and the sizes.
         """
-        return self.shard_batch_static(batch, sharding)
+        return place(batch, sharding)
 
     @also_called(grads="gradients")
     def all_reduce_gradients(
@@ -57,7 +59,17 @@ class DataParallel(nnx.Module):
         parameters itself. Such gradients raise an error: their mean would be too large by a factor
         of the number of devices.
         """
-        return self.all_reduce_gradients_static(gradients, reduce_type, axis_name)
+        if reduce_type == "sum":
+            axes = require_axes(axis_name, 'all_reduce_gradients with reduce_type="sum"')
+            _check_unreduced(gradients, axes)
+            return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axes), gradients)
+        if reduce_type == "mean":
+            axes = resolve_axes(axis_name)
+            _check_unreduced(gradients, axes)
+            if not axes:
+                return gradients
+            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, axes), gradients)
+        raise UserError(f"Unsupported reduce_type: {reduce_type!r}", fix='write "mean" or "sum"')
 
     def shard_model_state(
         self, state: PyTree, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"
@@ -83,36 +95,9 @@ class DataParallel(nnx.Module):
         """Put a full copy of the parameters on every device of the mesh."""
         return replicate(params, mesh)
 
-    @staticmethod
-    def create_data_parallel_sharding_static(mesh: Mesh, data_axis: str = "data") -> NamedSharding:
-        """``create_data_parallel_sharding`` as a static method."""
-        check_mesh_axis(mesh, data_axis)
-        return NamedSharding(mesh, PartitionSpec(data_axis))
-
-    @staticmethod
-    def shard_batch_static(batch: Batch, sharding: NamedSharding) -> Batch:
-        """``shard_batch`` as a static method."""
-        return place(batch, sharding)
-
-    @staticmethod
-    @also_called(grads="gradients")
-    def all_reduce_gradients_static(
-        gradients: PyTree,
-        reduce_type: Literal["mean", "sum"] = "mean",
-        axis_name: AxisName = DEFAULT_AXIS,
-    ) -> PyTree:
-        """``all_reduce_gradients`` as a static method."""
-        if reduce_type == "sum":
-            axes = require_axes(axis_name, 'all_reduce_gradients with reduce_type="sum"')
-            _check_unreduced(gradients, axes)
-            return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axes), gradients)
-        if reduce_type == "mean":
-            axes = resolve_axes(axis_name)
-            _check_unreduced(gradients, axes)
-            if not axes:
-                return gradients
-            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, axes), gradients)
-        raise UserError(f"Unsupported reduce_type: {reduce_type!r}", fix='write "mean" or "sum"')
+    create_data_parallel_sharding_static = static_twin(create_data_parallel_sharding)
+    shard_batch_static = static_twin(shard_batch)
+    all_reduce_gradients_static = static_twin(all_reduce_gradients)
 
 
 def _check_unreduced(grads: PyTree, axes: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from meshwright.distributed.argument_forms import (
     AxisName,
     require_axes,
     resolve_axes,
+    static_twin,
     tracks_varying,
 )
 from meshwright.errors import UserError, did_you_mean
@@ -97,8 +98,7 @@ class DistributedMetrics(nnx.Module):
                     fix=did_you_mean(name, metrics),
                 )
         return {
-            name: self._reduce(value, chosen.get(name), axis_name)
-            for name, value in metrics.items()
+            name: _reduce(value, chosen.get(name), axis_name) for name, value in metrics.items()
         }
 
     def collect_from_devices(self, metrics: PyTree) -> PyTree:
@@ -109,63 +109,32 @@ class DistributedMetrics(nnx.Module):
         """
         return jax.tree.map(_split_rows, metrics)
 
-    @staticmethod
-    def all_gather_static(metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
-        """``all_gather`` as a static method."""
-        return DistributedMetrics().all_gather(metrics, axis_name)
+    all_gather_static = static_twin(all_gather)
+    reduce_mean_static = static_twin(reduce_mean)
+    reduce_sum_static = static_twin(reduce_sum)
+    reduce_max_static = static_twin(reduce_max)
+    reduce_min_static = static_twin(reduce_min)
+    reduce_custom_static = static_twin(reduce_custom)
+    collect_from_devices_static = static_twin(collect_from_devices)
 
-    @staticmethod
-    def reduce_mean_static(
-        metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS, weights: Weights | None = None
-    ) -> PyTree:
-        """``reduce_mean`` as a static method."""
-        return DistributedMetrics().reduce_mean(metrics, axis_name, weights)
 
-    @staticmethod
-    def reduce_sum_static(metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
-        """``reduce_sum`` as a static method."""
-        return DistributedMetrics().reduce_sum(metrics, axis_name)
-
-    @staticmethod
-    def reduce_max_static(metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
-        """``reduce_max`` as a static method."""
-        return DistributedMetrics().reduce_max(metrics, axis_name)
-
-    @staticmethod
-    def reduce_min_static(metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
-        """``reduce_min`` as a static method."""
-        return DistributedMetrics().reduce_min(metrics, axis_name)
-
-    @staticmethod
-    def reduce_custom_static(
-        metrics: Mapping[str, PyTree],
-        reduce_fn: Mapping[str, Reduction | None] | Reduction | None = None,
-        axis_name: AxisName = DEFAULT_AXIS,
-    ) -> dict[str, PyTree]:
-        """``reduce_custom`` as a static method."""
-        return DistributedMetrics().reduce_custom(metrics, reduce_fn, axis_name)
-
-    @staticmethod
-    def collect_from_devices_static(metrics: PyTree) -> PyTree:
-        """``collect_from_devices`` as a static method."""
-        return DistributedMetrics().collect_from_devices(metrics)
-
-    def _reduce(self, value: PyTree, reduction: Reduction | None, axis_name: AxisName) -> PyTree:
-        named = {
-            "mean": self.reduce_mean,
-            "sum": self.reduce_sum,
-            "max": self.reduce_max,
-            "min": self.reduce_min,
-        }
-        if callable(reduction):
-            return _map_arrays(reduction, self.all_gather(value, axis_name))
-        operation = named.get(reduction or "mean")
-        if operation is None:
-            raise UserError(
-                f"Unsupported reduction: {reduction!r}",
-                fix=f"write one of {', '.join(named)}, or pass a function",
-            )
-        return operation(value, axis_name)
+def _reduce(value: PyTree, reduction: Reduction | None, axis_name: AxisName) -> PyTree:
+    if callable(reduction):
+        gathered = DistributedMetrics.all_gather_static(value, axis_name)
+        return _map_arrays(reduction, gathered)
+    named = {
+        "mean": DistributedMetrics.reduce_mean_static,
+        "sum": DistributedMetrics.reduce_sum_static,
+        "max": DistributedMetrics.reduce_max_static,
+        "min": DistributedMetrics.reduce_min_static,
+    }
+    operation = named.get(reduction or "mean")
+    if operation is None:
+        raise UserError(
+            f"Unsupported reduction: {reduction!r}",
+            fix=f"write one of {', '.join(named)}, or pass a function",
+        )
+    return operation(value, axis_name)
 
 
 def _map_arrays(function: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:

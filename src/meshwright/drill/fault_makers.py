@@ -39,19 +39,15 @@ def _send(number: int, *, to_launcher: bool = False) -> None:
     os.kill(os.getppid() if to_launcher else os.getpid(), number)
 
 
-def _in_last(action: Callable[[], object]) -> Maker:
-    """Act once at the update, in the last process."""
+def _once(action: Callable[[], object], *, in_first: bool = False) -> Maker:
+    """Act once at the update, in the last process or in the first."""
 
     def make(process: DrilledProcess) -> None:
-        if process.is_last and process.attempt == 0:
+        chosen = process.rank == 0 if in_first else process.is_last
+        if chosen and process.attempt == 0:
             process.at_update(action)
 
     return make
-
-
-def _kill_first(process: DrilledProcess) -> None:
-    if process.rank == 0 and process.attempt == 0:
-        process.at_update(lambda: _send(signal.SIGKILL))
 
 
 def _kill_saving(process: DrilledProcess) -> None:
@@ -137,15 +133,15 @@ def _differ(process: DrilledProcess) -> None:
 
 
 IN_PROCESS: dict[str, Maker] = {
-    "sigkill": _in_last(lambda: _send(signal.SIGKILL)),
-    "sigkill-first": _kill_first,
-    "sigkill-launcher": _in_last(lambda: _send(signal.SIGKILL, to_launcher=True)),
+    "sigkill": _once(lambda: _send(signal.SIGKILL)),
+    "sigkill-first": _once(lambda: _send(signal.SIGKILL), in_first=True),
+    "sigkill-launcher": _once(lambda: _send(signal.SIGKILL, to_launcher=True)),
     "sigkill-save": _kill_saving,
-    "preempt": _in_last(lambda: _send(signal.SIGTERM)),
-    "ctrl-c": _in_last(_interrupt),
-    "ctrl-c-twice": _in_last(_interrupt_twice),
-    "sigstop": _in_last(lambda: _send(signal.SIGSTOP)),
-    "gil": _in_last(_hold_interpreter),
+    "preempt": _once(lambda: _send(signal.SIGTERM)),
+    "ctrl-c": _once(_interrupt),
+    "ctrl-c-twice": _once(_interrupt_twice),
+    "sigstop": _once(lambda: _send(signal.SIGSTOP)),
+    "gil": _once(_hold_interpreter),
     "exception": _raise,
     "crash-loop": _crash,
     "disk-full": _fill_disk,
@@ -167,10 +163,6 @@ def _truncate(checkpoint: Path) -> None:
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
 
 
-def _delete_metadata(checkpoint: Path) -> None:
-    (checkpoint / METADATA / "metadata").unlink()
-
-
 def _largest_shard(checkpoint: Path) -> Path:
     shards = [path for path in (checkpoint / STATE).rglob("d/*") if path.is_file()]
     return max(shards, key=lambda path: path.stat().st_size)
@@ -179,7 +171,7 @@ def _largest_shard(checkpoint: Path) -> Path:
 IN_CHECKPOINT: dict[str, Callable[[Path], None]] = {
     "flipped-byte": _flip,
     "truncated-shard": _truncate,
-    "no-metadata": _delete_metadata,
+    "no-metadata": lambda checkpoint: (checkpoint / METADATA / "metadata").unlink(),
 }
 """By fault, what damages the folder of a checkpoint."""
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.drill import file_faults, joining_faults, process_faults
-from meshwright.drill.configuration import Configuration
 from meshwright.drill.run_folder import NotSurvived
-from meshwright.drill.trial import Fault, Trial
+from meshwright.drill.trial import Configuration, Fault, Trial
 from meshwright.errors import UserError
 from meshwright.text.masking import mask_words
 from meshwright.text.units import human_seconds

@@ -47,7 +47,8 @@ class RunFolder:
 
     def losses(self) -> list[tuple[int, float]]:
         """Return the loss of every update, in the order in which they were written."""
-        return [(row["update"], row["loss"]) for row in self._rows("metrics") if _trains(row)]
+        rows = self._rows("metrics")
+        return [(row["update"], row["loss"]) for row in rows if row["split"] == "train"]
 
     def update_seconds(self) -> float:
         """Return the time of an update."""
@@ -93,10 +94,8 @@ class RunFolder:
 
     def check_same(self, other: RunFolder) -> None:
         """Raise unless every loss and the final state equal those of another run, bit for bit."""
-        expected, found = dict(other.losses()), self.losses()
-        if missing := sorted(set(expected) - {update for update, _ in found}):
-            raise NotSurvived(f"update {missing[0]} was not done")
-        for update, loss in found:
+        expected = self._expected(other)
+        for update, loss in self.losses():
             if loss != expected.get(update):
                 raise NotSurvived(
                     f"the loss of update {update} is {loss!r} instead of {expected.get(update)!r}"
@@ -107,16 +106,17 @@ class RunFolder:
 
     def difference(self, other: RunFolder) -> float:
         """Return the largest relative difference of losses; raise if updates are missing."""
-        expected, found = dict(other.losses()), dict(self.losses())
-        if missing := sorted(set(expected) - set(found)):
-            raise NotSurvived(f"update {missing[0]} was not done")
+        expected, found = self._expected(other), dict(self.losses())
         return max(
             abs(found[update] - loss) / max(abs(loss), 1e-30) for update, loss in expected.items()
         )
 
-
-def _trains(row: dict[str, Any]) -> bool:
-    return row["split"] == "train"
+    def _expected(self, other: RunFolder) -> dict[int, float]:
+        """Return the losses of another run; raise if this one has not done all of its updates."""
+        expected = dict(other.losses())
+        if missing := sorted(set(expected) - set(dict(self.losses()))):
+            raise NotSurvived(f"update {missing[0]} was not done")
+        return expected
 
 
 def _final_checksums(run: RunFolder) -> dict[str, Any]:

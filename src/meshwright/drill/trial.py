@@ -1,4 +1,4 @@
-"""A fault, and the trial in which it is injected: its folder, its launches, and their checks."""
+"""The run that is drilled, a fault, and the trial in which it is injected, with its checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.drill.configuration import Configuration
+from meshwright.config.compose import quoted
 from meshwright.drill.launched import Launched, is_free, launch, running_in
 from meshwright.drill.process import Instructions
 from meshwright.drill.run_folder import NotSurvived, RunFolder
@@ -15,7 +15,80 @@ from meshwright.drill.run_folder import NotSurvived, RunFolder
 STOP_SECONDS = 10.0
 """How long a launch may take to notice that a process is gone, and to end or restart the others."""
 SAME = "losses and state bit-equal"
+FEWEST_STEPS = 6
+"""Two checkpoints before a fault, and updates after it."""
+DEFAULT_STEPS = 8
+
+_CUT_DOWN = (
+    "training.max_duration=null",
+    "training.eval_every=null",
+    "training.eval_loss=null",
+    "training.early_stopping_patience=null",
+    "training.sample_tokens=0",
+    "training.profile_communication=false",
+    "data.eval_fraction=0",
+    "data.eval_path=null",
+    "tracking.log_every=1",
+    "tracking.tensorboard=false",
+    "tracking.wandb=false",
+    "tracking.mlflow=false",
+    "checkpoint.enabled=true",
+    # All of them are kept, so that one that is missing was lost.
+    "checkpoint.keep_last=1000000",
+    "checkpoint.keep_best=0",
+    "resume=auto",
+)
+"""Settings of a drill: no evaluations or trackers, and every update and checkpoint is kept."""
 _RESTART = r"restart 1 of 3 in \d+ s, from the (?:checkpoint of update (\d+)|beginning)"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The run that is drilled.
+
+    Attributes:
+        words: what the user wrote: settings, and flags that say which config they change.
+        nprocs: the number of processes.
+        devices: devices of each process; None leaves them to the machine.
+        steps: updates of a run.
+        cache: the folder of compiled programs; None for none.
+    """
+
+    words: tuple[str, ...]
+    nprocs: int
+    devices: int | None
+    steps: int
+    cache: Path | None = None
+
+    @property
+    def every(self) -> int:
+        """Updates between two checkpoints."""
+        return self.steps // 4 if self.steps >= 2 * FEWEST_STEPS else 2
+
+    @property
+    def update(self) -> int:
+        """The update at which faults are injected: the one after the second checkpoint."""
+        return 2 * self.every + 1
+
+    def train(self, run_dir: Path, settings: Sequence[str] = ()) -> list[str]:
+        """Return the command line of a run, after the name of the program."""
+        cache = [] if self.cache is None else [f"compilation_cache={quoted(str(self.cache))}"]
+        return [
+            "train",
+            *self.words,
+            *_CUT_DOWN,
+            f"training.steps={self.steps}",
+            f"checkpoint.every={self.every}",
+            *cache,
+            f"hydra.run.dir={quoted(str(run_dir))}",
+            *settings,
+        ]
+
+    def layout(self, nprocs: int | None = None, devices: int | None = None) -> list[str]:
+        """Return the flags of `launch` for the processes; by default those of the user."""
+        devices = self.devices if nprocs is None else devices
+        own = [] if devices is None else [f"--devices-per-process={devices}"]
+        return [f"--nprocs={nprocs or self.nprocs}", *own]
 
 
 @dataclass
@@ -89,14 +162,24 @@ class Trial:
         notes.mkdir(parents=True)
         layout = own.layout() if layout is None else layout
         worker = ["-m", "meshwright.drill.worker", *own.train(run_dir, settings)]
-        instructions = self._instructions(notes, run_dir, inject)
+        baseline = self.baseline
+        instructions = Instructions(
+            fault=self.fault if inject else "",
+            notes=str(notes),
+            run_dir=str(run_dir),
+            update=own.update,
+            every=own.every,
+            save_seconds=0.0 if baseline is None else baseline.save_seconds(),
+            limit_bytes=0 if baseline is None else largest_file(baseline) // 2,
+        )
         launched = launch(
             [*layout, *flags, "--", *worker],
             # As with -P, files in the working directory do not replace libraries.
             {**instructions.to_environment(), "PYTHONSAFEPATH": "1"},
             self.folder / f"log-{self._launches}.txt",
             notes,
-            self._patience(),
+            # Many times what it should take.
+            3600.0 if baseline is None else 120.0 + 10 * self.seconds,
         )
         self._check_end(launched, RunFolder(run_dir))
         return launched
@@ -137,21 +220,6 @@ class Trial:
         self.run.check_same(self.reference)
         self.run.check_swept()
 
-    def _instructions(self, notes: Path, run_dir: Path, inject: bool) -> Instructions:
-        return Instructions(
-            fault=self.fault if inject else "",
-            notes=str(notes),
-            run_dir=str(run_dir),
-            update=self.configuration.update,
-            every=self.configuration.every,
-            save_seconds=0.0 if self.baseline is None else self.baseline.save_seconds(),
-            limit_bytes=0 if self.baseline is None else largest_file(self.baseline) // 2,
-        )
-
-    def _patience(self) -> float:
-        """Return the seconds after which a launch has failed: many times what it should take."""
-        return 3600.0 if self.baseline is None else 120.0 + 10 * self.seconds
-
     def _check_end(self, launched: Launched, run: RunFolder) -> None:
         """Check that no process is left, no port taken, and no checkpoint lost or partial."""
         groups = {note["group"] for note in launched.processes}
@@ -163,10 +231,6 @@ class Trial:
         if run.checkpoints.is_dir():
             committed = {update for note in launched.injected for update in note["committed"]}
             run.check_checkpoints(committed)
-
-
-def _always(trial: Trial) -> str:
-    return ""
 
 
 def several_processes(trial: Trial) -> str:
@@ -192,7 +256,7 @@ class Fault:
     what: str
     expected: str
     check: Callable[[Trial], str]
-    why_not: Callable[[Trial], str] = _always
+    why_not: Callable[[Trial], str] = lambda _: ""
     starts: float = 2.0
 
 

@@ -12,9 +12,8 @@ from meshwright.config.environment import read_environment, run_name
 from meshwright.errors import EnvironmentProblem, LostPeer, UserError, first_line
 from meshwright.processes.library_messages import is_lost_peer
 from meshwright.runtime.attempts import ProcessRange
+from meshwright.runtime.host_machine import VISIBLE_GPUS
 from meshwright.runtime.jax_internals import jax_has_started
-
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def connect_processes(
@@ -87,7 +86,7 @@ def own_device_ids(
     """
     if assigned := environ.get("JAX_LOCAL_DEVICE_IDS"):
         return [int(number) for number in assigned.split(",")]
-    visible = next((environ[name] for name in _VISIBLE if environ.get(name)), "")
+    visible = next((environ[name] for name in VISIBLE_GPUS if environ.get(name)), "")
     if processes_per_node == 1 or len([part for part in visible.split(",") if part]) == 1:
         return None
     return [local_rank]

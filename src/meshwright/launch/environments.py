@@ -14,9 +14,9 @@ from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.whole_run import WholeRun, find_run
 from meshwright.processes import JOIN_TIMEOUT, LOST_SECONDS, LOST_TIMEOUT
+from meshwright.runtime.host_machine import VISIBLE_GPUS
 from meshwright.text.units import counted
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GPU_FILES = {"jax-cuda": "nvidia[0-9]*", "jax-rocm": "dri/renderD*"}
 _FORCED_COUNT = re.compile(r"\s*--xla_force_host_platform_device_count=\S*")
 
@@ -55,10 +55,10 @@ def environments(
     # Processes of another run that come to this port by mistake are turned away.
     if name := run_name(environ) if run.is_shared else secrets.token_hex(8):
         base["MESHWRIGHT_LAUNCH_ID"] = name
-    if launch.join_seconds is not None:
-        base[JOIN_TIMEOUT] = f"{launch.join_seconds:g}"
-    if launch.lost_seconds is not None:
-        base[LOST_TIMEOUT] = f"{launch.lost_seconds:g}"
+    if launch.join_timeout is not None:
+        base[JOIN_TIMEOUT] = f"{launch.join_timeout:g}"
+    if launch.lost_timeout is not None:
+        base[LOST_TIMEOUT] = f"{launch.lost_timeout:g}"
     elif (launch.nodes or 1) > 1:
         base.setdefault(LOST_TIMEOUT, f"{LOST_SECONDS:g}")
     # Otherwise JAX handles SIGTERM itself once connected, and the process does not stop.
@@ -83,7 +83,7 @@ def count_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     names = [distribution.name or "" for distribution in metadata.distributions()]
     for plugin, files in _GPU_FILES.items():
         if any(name.startswith(plugin) for name in names) and (found := _present(root, files)):
-            listed = next((environ[name] for name in _VISIBLE if name in environ), None)
+            listed = next((environ[name] for name in VISIBLE_GPUS if name in environ), None)
             chosen = [] if listed is None else [part for part in listed.split(",") if part.strip()]
             return found if listed is None else len([part for part in chosen if part != "-1"])
     return 0

@@ -8,8 +8,7 @@ import yaml
 
 from meshwright.config.launchers import DEFAULT_PORT
 from meshwright.errors import ExitCode, UserError
-from meshwright.launch.cluster_options import ClusterKind, ClusterOptions
-from meshwright.launch.options import LaunchOptions
+from meshwright.launch.options import ClusterKind, LaunchOptions
 from meshwright.processes import JOIN_TIMEOUT
 
 MOUNT = "/checkpoints"
@@ -24,26 +23,25 @@ _LONGEST_HOSTNAME = 63
 Manifest = dict[str, Any]
 
 
-def manifests(launch: LaunchOptions, cluster: ClusterOptions) -> list[Manifest]:
+def manifests(launch: LaunchOptions) -> list[Manifest]:
     """Return the objects to create, in this order.
 
     Args:
         launch: the pods (its nodes), the processes in each, and what they run.
-        cluster: how the job is submitted.
     """
-    first_pod = f"{_job_name(cluster)}-0"
-    last_pod = f"{_job_name(cluster)}-{(launch.nodes or 1) - 1}"
+    first_pod = f"{_job_name(launch)}-0"
+    last_pod = f"{_job_name(launch)}-{(launch.nodes or 1) - 1}"
     if len(last_pod) > _LONGEST_HOSTNAME:
         raise UserError(
-            f"--name {cluster.name} is too long",
+            f"--name {launch.name} is too long",
             why=f"the last pod would be called {last_pod}, which is {len(last_pod)} characters "
             f"long, and a host name has up to {_LONGEST_HOSTNAME}",
             fix=f"shorten it by {len(last_pod) - _LONGEST_HOSTNAME} characters",
         )
-    pod = _pod(launch, cluster, coordinator=f"{first_pod}.{cluster.name}:{DEFAULT_PORT}")
-    if cluster.kind is ClusterKind.JOB_SET:
-        return [_job_set(launch, cluster, pod)]
-    return [_service(cluster), _job(launch, cluster, pod)]
+    pod = _pod(launch, coordinator=f"{first_pod}.{launch.name}:{DEFAULT_PORT}")
+    if launch.cluster is ClusterKind.JOB_SET:
+        return [_job_set(launch, pod)]
+    return [_service(launch), _job(launch, pod)]
 
 
 def manifest_text(objects: list[Manifest]) -> str:
@@ -52,37 +50,38 @@ def manifest_text(objects: list[Manifest]) -> str:
     return "---\n".join(texts)
 
 
-def fixed_folder(program: tuple[str, ...], cluster: ClusterOptions) -> tuple[str, ...]:
+def fixed_folder(launch: LaunchOptions) -> tuple[str, ...]:
     """Return the program with a run folder on the volume, unless it names its own folder."""
+    program = launch.program
     named = any(word.startswith("hydra.run.dir=") for word in program)
-    if program[0] != "train" or named or not cluster.claim:
+    if program[0] != "train" or named or not launch.claim:
         return program
-    return (*program, f"hydra.run.dir={MOUNT}/{cluster.name}")
+    return (*program, f"hydra.run.dir={MOUNT}/{launch.name}")
 
 
-def _job_name(cluster: ClusterOptions) -> str:
+def _job_name(launch: LaunchOptions) -> str:
     """Return the name of the Job, which is that of its pods without their index."""
-    return f"{cluster.name}-{_WORKERS}-0" if cluster.kind is ClusterKind.JOB_SET else cluster.name
+    return f"{launch.name}-{_WORKERS}-0" if launch.cluster is ClusterKind.JOB_SET else launch.name
 
 
-def _metadata(cluster: ClusterOptions, *, queued: bool = True) -> Manifest:
-    metadata: Manifest = {"name": cluster.name}
-    if cluster.namespace:
-        metadata["namespace"] = cluster.namespace
-    if cluster.queue and queued:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": cluster.queue}
+def _metadata(launch: LaunchOptions, *, queued: bool = True) -> Manifest:
+    metadata: Manifest = {"name": launch.name}
+    if launch.namespace:
+        metadata["namespace"] = launch.namespace
+    if launch.queue and queued:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": launch.queue}
     return metadata
 
 
-def _service(cluster: ClusterOptions) -> Manifest:
+def _service(launch: LaunchOptions) -> Manifest:
     """Return the headless service that gives the pods their host names."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(cluster, queued=False),
+        "metadata": _metadata(launch, queued=False),
         "spec": {
             "clusterIP": "None",
-            "selector": {"batch.kubernetes.io/job-name": cluster.name},
+            "selector": {"batch.kubernetes.io/job-name": launch.name},
             # Processes look each other up before their pods count as ready.
             "publishNotReadyAddresses": True,
             "ports": [{"name": "coordinator", "port": DEFAULT_PORT}],
@@ -90,7 +89,7 @@ def _service(cluster: ClusterOptions) -> Manifest:
     }
 
 
-def _job(launch: LaunchOptions, cluster: ClusterOptions, pod: Manifest) -> Manifest:
+def _job(launch: LaunchOptions, pod: Manifest) -> Manifest:
     nodes = launch.nodes or 1
     rules = [
         _on_exit("FailJob", ExitCode.BAD_INPUT, ExitCode.NOTHING_FITS, ExitCode.NOT_FINITE),
@@ -98,17 +97,17 @@ def _job(launch: LaunchOptions, cluster: ClusterOptions, pod: Manifest) -> Manif
         _on_disruption("Ignore"),
     ]
     # When one process fails, those in the other pods fail too.
-    spec = _indexed(nodes, cluster.max_restarts * nodes, rules)
-    template = {"spec": {"subdomain": cluster.name, **pod}}
+    spec = _indexed(nodes, launch.restarts * nodes, rules)
+    template = {"spec": {"subdomain": launch.name, **pod}}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(cluster),
+        "metadata": _metadata(launch),
         "spec": {**spec, "template": template},
     }
 
 
-def _job_set(launch: LaunchOptions, cluster: ClusterOptions, pod: Manifest) -> Manifest:
+def _job_set(launch: LaunchOptions, pod: Manifest) -> Manifest:
     """Return the JobSet, which recreates all pods when one of them fails.
 
     A Job that fails by its podFailurePolicy was preempted; the restart is free.
@@ -123,10 +122,10 @@ def _job_set(launch: LaunchOptions, cluster: ClusterOptions, pod: Manifest) -> M
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(cluster),
+        "metadata": _metadata(launch),
         "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": cluster.name},
-            "failurePolicy": {"maxRestarts": cluster.max_restarts, "rules": [free]},
+            "network": {"enableDNSHostnames": True, "subdomain": launch.name},
+            "failurePolicy": {"maxRestarts": launch.restarts, "rules": [free]},
             "replicatedJobs": [{"name": _WORKERS, "replicas": 1, "template": {"spec": job}}],
         },
     }
@@ -152,28 +151,28 @@ def _on_disruption(action: str) -> Manifest:
     return {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
 
-def _pod(launch: LaunchOptions, cluster: ClusterOptions, coordinator: str) -> Manifest:
+def _pod(launch: LaunchOptions, coordinator: str) -> Manifest:
     container: Manifest = {
         "name": _CONTAINER,
-        "image": cluster.image,
+        "image": launch.image,
         # A list of words: no shell reads them. Kubernetes itself would replace $(NAME).
         "command": [word.replace("$", "$$") for word in _command(launch)],
         "env": [
             {"name": name, "value": value}
-            for name, value in _environment(launch, cluster, coordinator).items()
+            for name, value in _environment(launch, coordinator).items()
         ],
         "ports": [{"name": "coordinator", "containerPort": DEFAULT_PORT}],
     }
-    if cluster.gpus_per_node is not None:
-        container["resources"] = {"limits": {"nvidia.com/gpu": str(cluster.gpus_per_node)}}
-    volumes = _volumes(cluster)
+    if launch.gpus_per_node is not None:
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(launch.gpus_per_node)}}
+    volumes = _volumes(launch)
     if volumes:
         container["volumeMounts"] = [
             {"name": name, "mountPath": path} for name, (path, _) in volumes.items()
         ]
     spec: Manifest = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": cluster.save_seconds,
+        "terminationGracePeriodSeconds": launch.save_seconds,
         "containers": [container],
     }
     if volumes:
@@ -181,28 +180,26 @@ def _pod(launch: LaunchOptions, cluster: ClusterOptions, coordinator: str) -> Ma
     return spec
 
 
-def _volumes(cluster: ClusterOptions) -> dict[str, tuple[str, Manifest]]:
+def _volumes(launch: LaunchOptions) -> dict[str, tuple[str, Manifest]]:
     """Return, by name, where each volume is mounted and what it is."""
     volumes: dict[str, tuple[str, Manifest]] = {}
-    if cluster.claim:
-        volumes["checkpoints"] = (MOUNT, {"persistentVolumeClaim": {"claimName": cluster.claim}})
-    if cluster.gpus_per_node is not None:
+    if launch.claim:
+        volumes["checkpoints"] = (MOUNT, {"persistentVolumeClaim": {"claimName": launch.claim}})
+    if launch.gpus_per_node is not None:
         # NCCL needs more shared memory than the 64 MiB that containers get.
         volumes["shared-memory"] = ("/dev/shm", {"emptyDir": {"medium": "Memory"}})
     return volumes
 
 
-def _environment(
-    launch: LaunchOptions, cluster: ClusterOptions, coordinator: str
-) -> dict[str, str]:
+def _environment(launch: LaunchOptions, coordinator: str) -> dict[str, str]:
     environ = {
         "MESHWRIGHT_NUM_PROCESSES": str(launch.nodes or 1),
         "MESHWRIGHT_COORDINATOR": coordinator,
-        JOIN_TIMEOUT: f"{launch.join_seconds or _JOIN_SECONDS:g}",
+        JOIN_TIMEOUT: f"{launch.join_timeout or _JOIN_SECONDS:g}",
         "PYTHONUNBUFFERED": "1",
     }
     devices = launch.devices_per_process
-    if devices is not None and cluster.gpus_per_node is None:
+    if devices is not None and launch.gpus_per_node is None:
         environ["JAX_NUM_CPU_DEVICES"] = str(devices)
     return environ
 

@@ -4,107 +4,96 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import UserError, did_you_mean
-from meshwright.launch.cluster_options import (
-    CLUSTER_FLAGS,
-    ClusterKind,
-    ClusterOptions,
-    read_cluster,
-    whole_number,
-)
-
-FLAGS = {
-    "--nprocs": ("processes to start on this machine, or on each machine of a job", "N"),
-    "--devices-per-process": (
-        "devices of each: virtual ones on CPUs (default 1), GPUs otherwise",
-        "N",
-    ),
-    "--nodes": ("machines of the run; launch on each of them (default 1)", "N"),
-    "--node-rank": ("number of this machine, from 0; SLURM and SkyPilot know it", "N"),
-    "--coordinator": ("machine 0 and a free port of it", "HOST:PORT"),
-    "--join-timeout": (
-        "seconds for all processes to join (default 60, over several machines 300)",
-        "SECONDS",
-    ),
-    "--lost-timeout": (
-        "seconds without a sign of life after which a machine counts as lost (default 10)",
-        "SECONDS",
-    ),
-    "--restarts": (
-        "how often to restart all processes after a failure (default 0, jobs of clusters 3, with "
-        "--min-procs or --min-nodes 10)",
-        "N",
-    ),
-    "--min-procs": (
-        "continue with as few as N processes if some do not come back",
-        "N",
-    ),
-    "--min-nodes": ("the same for machines; give it to each launch of the run", "N"),
-    "--hang-timeout": (
-        "seconds without progress in an update that count as a hang (default 600; 0 for never)",
-        "SECONDS",
-    ),
-    "--grace": (
-        "seconds for processes to exit on their own (default 8 after a failure, 60 after Ctrl-C)",
-        "SECONDS",
-    ),
-    **CLUSTER_FLAGS,
-}
-"""The flags of ``launch``, each with its help text and the placeholder of its value."""
+from meshwright.launch.flags import FLAGS, check_name
 
 _COMMON = ("--debug", "--help", "-h")
 """Switches that ``launch`` has in common with other commands; the entry point acts on them."""
 
-MAX_PROCESSES = 256
-MAX_NODES = 65_536
-MAX_RESTARTS = 1000
 ELASTIC_RESTARTS = 10
 """Default restarts of a run that may continue with fewer processes."""
+CLUSTER_RESTARTS = 3
+"""Default restarts of a job."""
+
+
+class ClusterKind(Enum):
+    """What a launch writes and submits."""
+
+    SLURM = "slurm"
+    JOB_SET = "jobset"
+    JOB = "job"
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What to launch.
+    """What to launch, and how a job of a cluster is submitted.
 
     Attributes:
         program: a Meshwright command, a Python script or ``-m module``, with arguments.
         nprocs: number of processes on this machine.
         devices_per_process: devices of each process; None leaves them to the machine or program.
-        grace_seconds: how long processes may take to exit on their own; None for the defaults.
+        grace: seconds that processes may take to exit on their own; None for the defaults.
         nodes: number of machines; None if it was not given.
         node_rank: the number of this machine; None if it was not given.
         coordinator: ``host:port`` of process 0; empty if it was not given.
-        join_seconds: how long processes wait for each other; None for the default.
-        lost_seconds: after how long a silent machine counts as lost; None for the default.
-        cluster: how to submit it to a cluster; None to start processes on this machine.
-        restarts: how often all processes are restarted after a failure.
-        hang_seconds: how long an update may make no progress; None for the default.
+        join_timeout: seconds that processes wait for each other; None for the default.
+        lost_timeout: seconds after which a silent machine counts as lost; None for the default.
+        restarts: how often all processes are restarted after a failure; preemptions of a job do not
+            count.
+        hang_timeout: seconds that an update may make no progress; None for the default.
         min_procs: the fewest processes to continue with; None if all are needed.
         min_nodes: the fewest machines to continue with; None if all are needed.
+        cluster: what is submitted to a cluster; None to start processes on this machine.
+        dry_run: whether to print the job only.
+        name: the name of the job.
+        gpus_per_node: GPUs of each machine or pod; None leaves them out.
+        save_seconds: how long before its end a job is asked to save.
+        time: SLURM's time limit.
+        partition: SLURM's partition.
+        account: SLURM's account.
+        sbatch: further options of sbatch.
+        image: the container image.
+        claim: the volume claim for the run folder.
+        namespace: the namespace of the Kubernetes objects.
+        queue: Kueue's local queue.
     """
 
     program: tuple[str, ...]
-    nprocs: int
+    nprocs: int = 1
     devices_per_process: int | None = None
-    grace_seconds: float | None = None
+    grace: float | None = None
     nodes: int | None = None
     node_rank: int | None = None
     coordinator: str = ""
-    join_seconds: float | None = None
-    lost_seconds: float | None = None
-    cluster: ClusterOptions | None = None
+    join_timeout: float | None = None
+    lost_timeout: float | None = None
     restarts: int = 0
-    hang_seconds: float | None = None
+    hang_timeout: float | None = None
     min_procs: int | None = None
     min_nodes: int | None = None
+    cluster: ClusterKind | None = None
+    dry_run: bool = False
+    name: str = "meshwright"
+    gpus_per_node: int | None = None
+    save_seconds: int = 90
+    time: str = ""
+    partition: str = ""
+    account: str = ""
+    sbatch: tuple[str, ...] = ()
+    image: str = ""
+    claim: str = ""
+    namespace: str = ""
+    queue: str = ""
 
     @property
     def is_own_command(self) -> bool:
         """Whether the program is a Meshwright command, not a script or a module."""
-        return _is_own_command(self.program)
+        return self.program[0] != "-m" and not self.program[0].endswith(".py")
 
     @property
     def command(self) -> list[str]:
@@ -118,29 +107,24 @@ class LaunchOptions:
 def parse_launch(words: Sequence[str]) -> LaunchOptions:
     """Parse the flags before the program, which starts at the first other word."""
     given, program = _split(words)
-    cluster = read_cluster(given)
-    _check_program(program, is_here=cluster is None or cluster.kind is ClusterKind.SLURM)
-    if "--nprocs" not in given and cluster is None:
+    kind = _kind(given)
+    _check_flags_fit(given, kind)
+    read: dict[str, Any] = {
+        flag.removeprefix("--").replace("-", "_"): FLAGS[flag].read(flag, text)
+        for flag, text in given.items()
+        if flag in FLAGS and flag not in ("--slurm", "--kubernetes")
+    }
+    options = LaunchOptions(program, cluster=kind, **read)
+    if "--name" in given:
+        check_name(options.name, slurm=kind is ClusterKind.SLURM)
+    _check_program(options)
+    if "--nprocs" not in given and kind is None:
         raise UserError(
             "the number of processes is missing", fix="write --nprocs N before the program"
         )
-    _check_machines(given)
-    return LaunchOptions(
-        program,
-        nprocs=whole_number(given, "--nprocs", 1, MAX_PROCESSES) or 1,
-        devices_per_process=whole_number(given, "--devices-per-process", 1, MAX_PROCESSES),
-        grace_seconds=_seconds(given, "--grace"),
-        nodes=whole_number(given, "--nodes", 1, MAX_NODES),
-        node_rank=whole_number(given, "--node-rank", 0, MAX_NODES),
-        coordinator=given.get("--coordinator", ""),
-        join_seconds=_seconds(given, "--join-timeout", least=1),
-        lost_seconds=_seconds(given, "--lost-timeout", least=1),
-        cluster=cluster,
-        restarts=_restarts(given),
-        hang_seconds=_seconds(given, "--hang-timeout"),
-        min_procs=_fewest(given, "--min-procs", "--nprocs"),
-        min_nodes=_fewest(given, "--min-nodes", "--nodes"),
-    )
+    _check_machines(options, has_coordinator="--coordinator" in given)
+    _check_fewest(options)
+    return replace(options, restarts=_restarts(options, read.get("restarts")))
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
@@ -159,73 +143,114 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
             continue
         if name not in FLAGS:
             raise _unknown_flag(name)
-        is_switch = not FLAGS[name][1]
+        is_switch = not FLAGS[name].value
         given[name] = value if equals else "" if is_switch or not left else left.pop(0)
     return given, tuple(left[1:] if left[:1] == ["--"] else left)
 
 
-def _restarts(given: Mapping[str, str]) -> int:
-    elastic = next((flag for flag in ("--min-procs", "--min-nodes") if flag in given), None)
-    count = whole_number(given, "--restarts", 0, MAX_RESTARTS)
-    if elastic is None or count is None:
-        return count or (0 if elastic is None else ELASTIC_RESTARTS)
-    if count == 0:
+def _kind(given: Mapping[str, str]) -> ClusterKind | None:
+    if "--slurm" in given and "--kubernetes" in given:
+        raise UserError("--slurm and --kubernetes cannot be combined", fix="leave one of them out")
+    for flag in ("--slurm", "--dry-run"):
+        if given.get(flag):
+            raise UserError(f"{flag} takes no value", fix=f"write {flag}")
+    if "--slurm" in given:
+        return ClusterKind.SLURM
+    if "--kubernetes" not in given:
+        return None
+    try:
+        return ClusterKind(given["--kubernetes"] or "jobset")
+    except ValueError:
+        raise UserError(
+            f"--kubernetes={given['--kubernetes']} is not valid",
+            fix="write --kubernetes for a JobSet, or --kubernetes=job for a plain Job",
+        ) from None
+
+
+def _check_flags_fit(given: Mapping[str, str], kind: ClusterKind | None) -> None:
+    """Raise if a flag belongs to another place than the one that was chosen."""
+    for flag, known in FLAGS.items():
+        if flag in given and known.needs and not set(known.needs) & set(given):
+            needed = " or ".join(known.needs)
+            one = "one" if " or " in needed else needed
+            raise UserError(f"{flag} needs {needed}", fix=f"add {one}, or leave {flag} out")
+        if flag in given and known.is_local and kind is not None:
+            raise UserError(
+                f"{flag} cannot be used with a cluster job",
+                why="the cluster starts and ends the processes",
+                fix=f"leave {flag} out",
+            )
+    if "--kubernetes" not in given:
+        return
+    if "--coordinator" in given:
+        raise UserError(
+            "--coordinator cannot be used with --kubernetes",
+            why="process 0 runs in the first pod, whose name is known",
+            fix="leave --coordinator out",
+        )
+    if not given.get("--image"):
+        raise UserError("--kubernetes needs a container image", fix="add --image REGISTRY/NAME:TAG")
+
+
+def _restarts(options: LaunchOptions, given: int | None) -> int:
+    elastic = "--min-procs" if options.min_procs else "--min-nodes" if options.min_nodes else ""
+    if elastic and given == 0:
         raise UserError(
             f"--restarts 0 contradicts {elastic}",
             why="continuing with fewer processes restarts them",
             fix=f"leave --restarts out for {ELASTIC_RESTARTS}, or write a larger number",
         )
-    return count
+    if given is not None:
+        return given
+    return ELASTIC_RESTARTS if elastic else CLUSTER_RESTARTS if options.cluster else 0
 
 
-def _fewest(given: Mapping[str, str], flag: str, of: str) -> int | None:
-    """Return the fewest processes or machines to continue with; None if all are needed."""
-    if flag not in given:
-        return None
-    several = given.get("--nodes", "1") != "1"
-    if several != (flag == "--min-nodes"):
-        other = "--min-nodes" if several else "--min-procs"
-        raise UserError(
-            f"{flag} is for {'one machine' if several else 'several machines'}",
-            why=f"this is a launch with --nodes {given.get('--nodes', '1')}"
-            + (": a machine takes part with all its processes" if several else ""),
-            fix=f"write {other} instead",
-        )
-    fewest, most = whole_number(given, flag, 1, MAX_NODES), int(given.get(of, "1"))
-    if fewest is not None and fewest > most:
-        raise UserError(f"{flag} {fewest} is more than {of} {most}", fix=f"write 1 to {most}")
-    return fewest
+def _check_fewest(options: LaunchOptions) -> None:
+    """Check the fewest processes or machines to continue with."""
+    nodes = options.nodes or 1
+    for flag, fewest, of, most in (
+        ("--min-procs", options.min_procs, "--nprocs", options.nprocs),
+        ("--min-nodes", options.min_nodes, "--nodes", nodes),
+    ):
+        if fewest is None:
+            continue
+        if (nodes > 1) != (flag == "--min-nodes"):
+            raise UserError(
+                f"{flag} is for {'one machine' if nodes > 1 else 'several machines'}",
+                why=f"this is a launch with --nodes {nodes}"
+                + (": a machine takes part with all its processes" if nodes > 1 else ""),
+                fix=f"write {'--min-nodes' if nodes > 1 else '--min-procs'} instead",
+            )
+        if fewest > most:
+            raise UserError(f"{flag} {fewest} is more than {of} {most}", fix=f"write 1 to {most}")
 
 
-def _check_machines(given: Mapping[str, str]) -> None:
+def _check_machines(options: LaunchOptions, *, has_coordinator: bool) -> None:
     """Check the flags for several machines against each other."""
-    if "--coordinator" in given:
+    if has_coordinator:
         # Help texts import this module, and must not wait for the libraries of configs.
         from meshwright.config.launchers import DEFAULT_PORT, split_address
 
         # Without a port, a job of SLURM takes one that depends on its number.
-        default = DEFAULT_PORT if "--slurm" in given else None
-        split_address("--coordinator", given["--coordinator"], default_port=default)
-    if "--node-rank" not in given:
+        default = DEFAULT_PORT if options.cluster is ClusterKind.SLURM else None
+        split_address("--coordinator", options.coordinator, default_port=default)
+    rank, nodes = options.node_rank, options.nodes
+    if rank is None:
         return
-    rank, nodes = given["--node-rank"], given.get("--nodes")
     if nodes is None:
         raise UserError(
             f"--node-rank {rank} needs the number of machines", fix="add --nodes with their number"
         )
-    if rank.isdecimal() and nodes.isdecimal() and int(rank) >= int(nodes):
+    if rank >= nodes:
         raise UserError(
             f"--node-rank {rank} does not exist among --nodes {nodes}",
             why="machines are numbered from 0",
-            fix=f"write --node-rank 0 to {int(nodes) - 1}",
+            fix=f"write --node-rank 0 to {nodes - 1}",
         )
 
 
-def _is_own_command(program: tuple[str, ...]) -> bool:
-    return program[0] != "-m" and not program[0].endswith(".py")
-
-
-def _check_program(program: tuple[str, ...], *, is_here: bool) -> None:
+def _check_program(options: LaunchOptions) -> None:
+    program, is_here = options.program, options.cluster in (None, ClusterKind.SLURM)
     if not program or program == ("-m",):
         raise UserError(
             "there is nothing to launch",
@@ -236,25 +261,12 @@ def _check_program(program: tuple[str, ...], *, is_here: bool) -> None:
         raise UserError(f"there is no file `{program[0]}`")
     if program[0] == "launch":
         raise UserError("a launch cannot launch a launch", fix="write --nprocs once")
-    if _is_own_command(program) and {"--multirun", "-m"} & set(program):
+    if options.is_own_command and {"--multirun", "-m"} & set(program):
         raise UserError(
             "a sweep cannot be launched as one run",
             why="the processes of a launch work on one job together",
             fix="leave --multirun out, and launch once for each combination",
         )
-
-
-def _seconds(given: Mapping[str, str], flag: str, *, least: float = 0) -> float | None:
-    if flag not in given:
-        return None
-    text = given[flag]
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not least <= seconds <= 86_400:
-        raise UserError(f"{flag} {text} is not valid", fix=f"write seconds, such as {flag} 30")
-    return seconds
 
 
 def _unknown_flag(name: str) -> UserError:

@@ -13,8 +13,8 @@ from typing import IO
 from meshwright.errors import ExitCode
 from meshwright.launch.environments import environments
 from meshwright.launch.options import LaunchOptions
-from meshwright.launch.processes_left import Gathered, NextAttempt, Team
 from meshwright.launch.supervise import Outcome, Requests, Supervisor
+from meshwright.launch.team import Gathered, NextAttempt, Team
 from meshwright.runtime.attempts import EarlierAttempts
 from meshwright.text.masking import mask_text
 from meshwright.text.units import counted, human_seconds
@@ -92,8 +92,8 @@ class Attempts:
             self.options.command,
             stderr=self.stderr,
             requests=self._requests,
-            grace_seconds=self.options.grace_seconds,
-            hang_seconds=self.options.hang_seconds,
+            grace_seconds=self.options.grace,
+            hang_seconds=self.options.hang_timeout,
             remedy=self._remedy(),
         )
         outcome = supervisor.run([{**each, **shared} for each in own])

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from meshwright.config.launchers import process_variables, split_address
 from meshwright.errors import ExitCode, UserError
-from meshwright.launch.cluster_options import ClusterOptions
+from meshwright.launch.flags import TIME_LIMIT
 from meshwright.launch.options import LaunchOptions
 from meshwright.processes import JOIN_TIMEOUT
 from meshwright.text.units import counted
 
 LOG = "slurm-%j.out"
+_SIGNAL_LEAD = 60
+"""How many seconds before the end SLURM sends a signal for which no time is given."""
 _USR1_UNHANDLED = 128 + 10
 """Exit code of a process that SIGUSR1 ended before Python could handle it."""
 
@@ -93,51 +95,86 @@ export MASTER_ADDR="${address:-$first}"
 _PORT = 'export MASTER_PORT="$((SLURM_JOB_ID % 4096 + 61440))"'
 
 
-def sbatch_script(launch: LaunchOptions, cluster: ClusterOptions, folder: Path, cwd: Path) -> str:
+def sbatch_script(launch: LaunchOptions, folder: Path, cwd: Path) -> str:
     """Return the sbatch script of a launch.
 
     Args:
         launch: the processes, and what each of them runs.
-        cluster: how the job is submitted.
         folder: the run folder, the same after each requeue.
         cwd: the working directory of the job, where its log is written.
     """
-    join = "" if launch.join_seconds is None else f"export {JOIN_TIMEOUT}={launch.join_seconds:g}\n"
+    join = "" if launch.join_timeout is None else f"export {JOIN_TIMEOUT}={launch.join_timeout:g}\n"
     others = sorted(name for name in process_variables() if not name.startswith("SLURM_"))
     return _SCRIPT.format(
-        directives="\n".join(f"#SBATCH {option}" for option in _options(launch, cluster, cwd)),
+        directives="\n".join(f"#SBATCH {option}" for option in _options(launch, cwd)),
         folder=shlex.quote(str(folder)),
         unset=" \\\n  ".join(textwrap.wrap(" ".join(others), 98)),
         coordinator=_coordinator(launch.coordinator),
         join=join,
-        task=shlex.quote(_devices(launch, cluster.gpus_per_node) + _TASK),
+        task=shlex.quote(_devices(launch) + _TASK),
         command=shlex.join(launch.command),
         preempted=int(ExitCode.PREEMPTED),
         unhandled=_USR1_UNHANDLED,
         bad_input=int(ExitCode.BAD_INPUT),
         nothing_fits=int(ExitCode.NOTHING_FITS),
         not_finite=int(ExitCode.NOT_FINITE),
-        max_restarts=cluster.max_restarts,
+        max_restarts=launch.restarts,
     )
 
 
-def _options(launch: LaunchOptions, cluster: ClusterOptions, cwd: Path) -> list[str]:
+def limit_seconds(text: str) -> int | None:
+    """Return a time limit as SLURM reads it, in whole minutes; None if there is none."""
+    written = TIME_LIMIT.fullmatch(text)
+    if written is None:
+        return None
+    parts = [int(part) for part in written["parts"].split(":")]
+    if written["days"]:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        hours += 24 * int(written["days"][:-1])
+    else:
+        first = [0] if len(parts) < 3 else []
+        hours, minutes, seconds = [*first, *parts, 0][:3]
+    # SLURM rounds up to minutes, and takes zero for no limit.
+    return -(-(3600 * hours + 60 * minutes + seconds) // 60) * 60 or None
+
+
+def check_time_to_save(launch: LaunchOptions) -> None:
+    """Raise if a job would be asked to save before it starts; options of sbatch count."""
+    time, lead = launch.time, launch.save_seconds
+    for option in launch.sbatch:
+        name, _, value = option.partition("=")
+        if name == "--time":
+            time = value
+        elif name == "--signal":
+            _, at, seconds = value.partition("@")
+            lead = int(seconds) if at and seconds.isdecimal() else _SIGNAL_LEAD
+    limit = limit_seconds(time)
+    if limit is None or limit > lead:
+        return
+    raise UserError(
+        f"--time {time} is too short for a job that has to save {lead} seconds before its end",
+        why=f"it is {counted(limit, 'second')}, so the job would have to save as soon as it starts",
+        fix=f"write a longer --time, or --save-seconds {max(limit // 3, 1)}",
+    )
+
+
+def _options(launch: LaunchOptions, cwd: Path) -> list[str]:
     """Return sbatch's options; the user's own come last, and count."""
     named = {
-        "job-name": cluster.name,
+        "job-name": launch.name,
         "nodes": str(launch.nodes or 1),
         "ntasks-per-node": str(launch.nprocs),
-        "time": cluster.time,
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "gpus-per-node": "" if cluster.gpus_per_node is None else str(cluster.gpus_per_node),
+        "time": launch.time,
+        "partition": launch.partition,
+        "account": launch.account,
+        "gpus-per-node": "" if launch.gpus_per_node is None else str(launch.gpus_per_node),
         "chdir": _quoted_path(cwd),
         "output": LOG,
         "open-mode": "append",
         # To the processes, not to this script.
-        "signal": f"USR1@{cluster.save_seconds}",
+        "signal": f"USR1@{launch.save_seconds}",
     }
-    return [*(f"--{k}={v}" for k, v in named.items() if v), "--requeue", *cluster.sbatch]
+    return [*(f"--{k}={v}" for k, v in named.items() if v), "--requeue", *launch.sbatch]
 
 
 def _quoted_path(path: Path) -> str:
@@ -162,9 +199,9 @@ def _coordinator(address: str) -> str:
     )
 
 
-def _devices(launch: LaunchOptions, gpus: int | None) -> str:
+def _devices(launch: LaunchOptions) -> str:
     """Return what a task exports for the devices of its process."""
-    each = launch.devices_per_process
+    each, gpus = launch.devices_per_process, launch.gpus_per_node
     if gpus is None:
         return "" if each is None else f"export JAX_NUM_CPU_DEVICES={each}\n"
     if gpus % launch.nprocs or (each or 1) * launch.nprocs > gpus:

@@ -175,10 +175,7 @@ class Supervisor:
             pump.start()
             self._pumps.setdefault(rank, []).append(pump)
         # One thread per process, so that failures arrive in the order they happen.
-        threading.Thread(target=self._wait_for, args=(rank, worker), daemon=True).start()
-
-    def _wait_for(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
-        self._ends.put((rank, worker.wait()))
+        threading.Thread(target=lambda: self._ends.put((rank, worker.wait())), daemon=True).start()
 
     def _forward_signals(self) -> None:
         """Forward the first signal to the processes; a second one kills them."""

@@ -1,10 +1,13 @@
-"""The machine that a process runs on: its memory, and the cache folder of the user."""
+"""The machine that a process runs on: its memory, its GPUs, and the cache folder of the user."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""The environment variables that list the GPUs that programs may use."""
 
 
 def host_memory(root: Path = Path("/")) -> dict[str, int | None]:

@@ -90,7 +90,8 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     frames = list(traceback.extract_tb(error.__traceback__))
     called = next((i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE)), None)
     # What comes before is a program that called Meshwright.
-    return [] if called is None else [frame for frame in frames[called:] if _is_users(frame)]
+    inside = [] if called is None else frames[called:]
+    return [frame for frame in inside if is_users_file(frame.filename)]
 
 
 def describe_frames(error: BaseException) -> list[str]:
@@ -118,10 +119,6 @@ def explain_users_exception(error: Exception) -> UserError | None:
         why="\n".join([*rest, *notes(error), *lines]),
         fix=whole_traceback(),
     )
-
-
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    return is_users_file(frame.filename)
 
 
 def is_named_by_config(name: str) -> bool:
