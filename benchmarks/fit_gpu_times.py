@@ -24,7 +24,7 @@ from record import read_record
 from scipy.optimize import least_squares
 
 from meshwright.hardware import Chip, parse_hardware
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.workload.gpu_rules import KERNEL_TIMES, KernelTimes
 from meshwright.planner.workload.work_table import Works, seconds_of
 
@@ -77,7 +77,7 @@ def read_points() -> list[Measured]:
     """Return the points of the record, with what their kernels do."""
     hardware = parse_hardware(HARDWARE)
     found: list[Measured] = []
-    estimators: dict[str, ProgramEstimator] = {}
+    estimators: dict[str, Estimator] = {}
     for row in read_record("gpu_planner")["rows"]:
         if "ms" not in row:
             continue

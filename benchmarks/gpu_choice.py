@@ -21,7 +21,7 @@ from gpu_planner import Point, build, run_all
 from record import read_record, verdict, write_record
 
 from meshwright.hardware import parse_hardware
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import REMATS, Pins, PlanTask
 from meshwright.planner.search.search import search
 
@@ -78,7 +78,7 @@ def choose(model: str, share: float) -> tuple[float, Point]:
     """Return what the planner chooses, with the share of memory it may take."""
     build_it, task = build(model)
     optimizer = optax.adamw(1e-4, weight_decay=0.1)
-    estimator = ProgramEstimator(build_it, task.loss, optimizer, task.example_batch(8))
+    estimator = Estimator(build_it, task.loss, optimizer, task.example_batch(8))
     hardware = parse_hardware(HARDWARE)
     pins = Pins(blocks="unroll")
     plan = search(

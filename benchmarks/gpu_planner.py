@@ -149,10 +149,10 @@ class Planned(NamedTuple):
 
     def estimator(self) -> Any:
         """Return what estimates plans for the model."""
-        from meshwright.planner.estimate.estimator import ProgramEstimator
+        from meshwright.planner.estimate.estimator import Estimator
 
         batch = self.task.example_batch(8)
-        return ProgramEstimator(self.model, self.task.loss, self.optimizer, batch)
+        return Estimator(self.model, self.task.loss, self.optimizer, batch)
 
 
 def planned(point: Point) -> Planned:

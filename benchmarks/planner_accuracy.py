@@ -220,11 +220,11 @@ class Workload:
     def predict(self, setting: Setting) -> dict[str, Any]:
         """Return what the planner predicts for a plan."""
         from meshwright.hardware import Hardware, chip_by_name
-        from meshwright.planner.estimate.estimator import ProgramEstimator
+        from meshwright.planner.estimate.estimator import Estimator
 
         if self._estimator is None:
             batch = self.task.example_batch(1)
-            self._estimator = ProgramEstimator(self.model, self.task.loss, self.optimizer, batch)
+            self._estimator = Estimator(self.model, self.task.loss, self.optimizer, batch)
         plan = self.plan(setting)
         hardware = Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
         found = self._estimator.estimate(plan, hardware)

@@ -5,7 +5,7 @@ import sys
 import jax
 import pytest
 
-from meshwright.compiled.compiler_options import quick_options
+from meshwright.compiled.compile_program import quick_options
 from meshwright.step import initial_state
 
 __all__ = ["quick_options"]

@@ -50,7 +50,6 @@ CIRCLES_LEFT = [
     {f"meshwright.{package}.{module}" for module in modules.split()}
     for package, modules in (
         ("program.evaluate", "control_flow evaluator"),
-        ("ledgers", "ledger_records ledger_text"),
         ("trainer.incidents", "replay replay_text"),
         ("drill", "evidence fault launched scene"),
     )

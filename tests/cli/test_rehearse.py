@@ -17,9 +17,8 @@ from meshwright.cli.main import main
 from meshwright.hardware import parse_hardware
 from meshwright.planner.devices.links import axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic, Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.rehearse.figures import make_figures, sending_seconds
 from meshwright.planner.rehearse.prove import proof_table, prove
-from meshwright.planner.rehearse.rehearsal import Measured, rehearse
+from meshwright.planner.rehearse.rehearsal import Measured, make_figures, rehearse, sending_seconds
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")

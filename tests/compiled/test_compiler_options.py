@@ -7,7 +7,7 @@ import sys
 import jax
 import numpy as np
 
-from meshwright.compiled.compiler_options import WORTH_POLISHING, quick_options
+from meshwright.compiled.compile_program import WORTH_POLISHING, quick_options
 
 
 def test_only_what_computes_little_is_compiled_quickly():
@@ -33,9 +33,9 @@ from meshwright.mesh.simulate import simulate_devices
 simulate_devices(2)
 import optax
 from proof.proofs import Plain, certify
-from meshwright.compiled import compiler_options
+from meshwright.compiled import compile_program
 
-compiler_options.WORTH_POLISHING = 1
+compile_program.WORTH_POLISHING = 1
 warmup = optax.linear_schedule(0.0, 0.1, 10)
 schedule = optax.join_schedules([warmup, optax.cosine_decay_schedule(0.1, 600)], [10])
 print(certify({"fsdp": 2}, model=Plain, steps=4, optimizer=optax.adam(schedule)).equal)

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright.compiled.memory import largest_buffers
-from meshwright.compiled.shortage import find_shortage, read_shortage
+from meshwright.compiled.memory import find_shortage, largest_buffers, read_shortage
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ import meshwright
 from meshwright.config.compose import compose_config, validate
 from meshwright.hardware import parse_hardware
 from meshwright.plan import make_plan
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.workload import gpu_rules
 from meshwright.planner.workload.gpu_rules import Rule
 from meshwright.recipe import make_recipe
@@ -43,7 +43,7 @@ def rows():
 @cache
 def estimator(words):
     recipe = make_recipe(validate(compose_config(words)), 1)
-    return ProgramEstimator(recipe.model, recipe.loss, recipe.optimizer, recipe.example_batch(1))
+    return Estimator(recipe.model, recipe.loss, recipe.optimizer, recipe.example_batch(1))
 
 
 @pytest.mark.parametrize("row", rows())

@@ -11,8 +11,12 @@ from trace_planes import event, line, mark, plane
 import meshwright as mw
 from meshwright.profile import Profiler, read_profile
 from meshwright.profile.events import read_planes
-from meshwright.profile.trace_times import device_numbers, split_times
-from meshwright.profile.traced_collectives import CollectiveNames
+from meshwright.profile.trace_times import (
+    CollectiveNames,
+    collective_times,
+    device_numbers,
+    split_times,
+)
 
 
 def test_overlapped_communication_counts_as_computing():
@@ -24,12 +28,12 @@ def test_overlapped_communication_counts_as_computing():
     other = plane("/device:GPU:1", line("Stream #1", event("gemm", 0, 20)))
     unused = plane("/device:GPU:2", line("Stream #1", event("gemm", 0, 99)))
     trace = read_planes([mark(0, 100), gpu, other, unused])
-    (first, second), totals = split_times(trace, CollectiveNames(None, {}), {0: 4, 1: 5})
+    (first, second), found = split_times(trace, CollectiveNames(None, {}), {0: 4, 1: 5})
     nanoseconds = [first.compute, first.communication, first.hidden, first.idle]
     assert [round(1e9 * n) for n in nanoseconds] == [60, 20, 20, 20]
     assert (first.device, second.device) == (4, 5)
     assert round(1e9 * second.idle) == 80
-    (time,) = totals.times(updates=1, devices=2)
+    (time,) = collective_times(found, runs=2)
     assert (time.kind, time.count, time.bytes) == ("all-reduce", 0.5, None)
     assert time.seconds == pytest.approx(40e-9 / 2)
     assert time.exposed_seconds == pytest.approx(20e-9 / 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.profile.traced_collectives import CollectiveNames, TracedCollective
+from meshwright.profile.trace_times import CollectiveNames, TracedCollective
 
 PROGRAM = """
 HloModule jit_step, num_partitions=8

@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import nnx
 
-from meshwright.compiled.compiler_options import gpu_options
+from meshwright.compiled.compile_program import gpu_options
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.plan import Plan

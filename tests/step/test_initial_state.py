@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from step.runs import make_plan
 
-from meshwright.compiled.compiler_options import quick_options
+from meshwright.compiled.compile_program import quick_options
 from meshwright.program.trace.build_model import build_values
 from meshwright.step import initial_state
 from meshwright.step.assemble import assemble

@@ -17,7 +17,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.errors import ExitCode, OutOfMemory
 from meshwright.hardware import parse_hardware
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.fit.out_of_memory import MemoryAdvice
 from meshwright.trainer import training_run
 
@@ -63,7 +63,7 @@ def trainer(loss="loss", **settings):
 
 
 def estimator(loss):
-    return ProgramEstimator(NAMES["Net"], NAMES[loss], optax.adam(1e-3), rows())
+    return Estimator(NAMES["Net"], NAMES[loss], optax.adam(1e-3), rows())
 
 
 def rows(count=32):

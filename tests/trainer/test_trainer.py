@@ -119,9 +119,7 @@ def test_all_devices_are_on_data_by_default(settings):
 
 def test_auto_takes_what_the_planner_chooses_and_keeps_it(monkeypatch, capfd):
     wide = ClosedForm(blocks=4, hidden=64, heads=4, vocabulary=256, tokens=2**20)
-    monkeypatch.setattr(
-        "meshwright.trainer.starting.planning.make_estimator", lambda *_, **__: wide
-    )
+    monkeypatch.setattr("meshwright.trainer.starting.planning.Estimator", lambda *_, **__: wide)
     # Else the choice depends on the memory of the host.
     cpus = parse_hardware("8xCPU")
     monkeypatch.setattr("meshwright.trainer.starting.planning.hardware_of", lambda _: cpus)

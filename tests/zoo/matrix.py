@@ -15,7 +15,7 @@ import pytest
 from quick import compile_quickly
 from zoo import densities, equations, images, representations, sequences, structures
 
-from meshwright.ledgers.ledger_text import beyond_minimum
+from meshwright.ledgers.ledger_records import beyond_minimum
 
 ZOO = {
     name: entry

@@ -12,9 +12,9 @@ from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config
 from meshwright.inputs.plan_file import plan_settings, with_settings
 from meshwright.plan import Plan, precision
-from meshwright.planner.estimate.estimator import Estimator, make_estimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
-from meshwright.planner.search.config_task import config_task
+from meshwright.planner.search.candidates import config_task
 from meshwright.recipe import make_recipe
 
 _FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat", "sharding.blocks",
@@ -42,6 +42,6 @@ def config_estimator(config: Config, global_batch_size: int) -> Estimator:
     """Return the estimator for a config; the model is traced, and nothing is allocated."""
     recipe = make_recipe(config, global_batch_size)
     batch = recipe.example_batch(1)
-    return make_estimator(
+    return Estimator(
         recipe.model, recipe.loss, recipe.optimizer, batch, precision=precision(config)
     )

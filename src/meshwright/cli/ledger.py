@@ -8,7 +8,7 @@ from rich.text import Text
 from meshwright.cli.request import Request
 from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledgers import Ledger, make_ledger
-from meshwright.ledgers.ledger_text import axes_table, beyond_minimum, overlap_lines
+from meshwright.ledgers.ledger_records import axes_table, beyond_minimum, overlap_lines
 from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
 from meshwright.text.columns import Columns, Indented

@@ -166,7 +166,7 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
         if lost is not None:
             return _fail(lost)
     if "jax" in sys.modules:
-        from meshwright.compiled.shortage import find_shortage, tell_shortage
+        from meshwright.compiled.memory import find_shortage, tell_shortage
 
         if shortage := find_shortage(error):
             return _fail(tell_shortage(shortage, "running the command"))

@@ -40,8 +40,7 @@ from meshwright.planner.guidance.nothing_fits import NothingFits
 from meshwright.planner.guidance.plan_report import PlanGoal, PlanReport, make_report
 from meshwright.planner.guidance.plan_rows import report_json
 from meshwright.planner.guidance.plan_text import report_text
-from meshwright.planner.search.candidates import PlanTask
-from meshwright.planner.search.config_task import config_task
+from meshwright.planner.search.candidates import PlanTask, config_task
 from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.runtime.garbage import few_collections
 from meshwright.text.columns import Indented

@@ -14,7 +14,8 @@ from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
 from meshwright.errors import ExitCode
 from meshwright.processes import is_main
-from meshwright.profile import Profile, Profiler, read_profile
+from meshwright.profile import Profile, Profiling
+from meshwright.profile.profiler import WARM_UP
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
@@ -29,10 +30,10 @@ def run(request: Request) -> int:
     plan, config = request.plan(), request.config
     request.report_unused_settings(plan, updates_flag="--updates")
     folder = Path(request.arguments.flags.get("--out", "profile"))
-    profiler = Profiler(folder / "trace", request.arguments.number("--updates", 5))
+    updates = request.arguments.number("--updates", 5)
     recipe = make_recipe(config, plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, recipe.example_batch(plan.batch.global_batch_size))
-    profile = _measure(request, recipe, assembled, profiler)
+    profile = _measure(request, recipe, assembled, folder / "trace", updates)
     if is_main():
         text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
         write_file(folder / "profile.json", text + "\n")
@@ -40,9 +41,12 @@ def run(request: Request) -> int:
     return ExitCode.DONE
 
 
-def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: Profiler) -> Profile:
+def _measure(
+    request: Request, recipe: Recipe, assembled: Assembled, trace: Path, updates: int
+) -> Profile:
     config, size = request.config, assembled.plan.batch.global_batch_size
     compiled = compile_step(assembled, recipe.example_batch(size))
+    profiling, profile = Profiling(trace, assembled.mesh, compiled.text, updates=updates), None
     loader = BatchLoader(
         recipe.data,
         batch_size=size,
@@ -52,24 +56,14 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
     )
     with activity("initializing the state"):
         state = assembled.init(config.run.seed)
-    traced = activity(f"running {counted(profiler.updates, 'update')}")
-    with traced, loader.open(0, profiler.updates + 1) as batches:
-        # The first update includes one-time work.
-        state, metrics = compiled.run(state, next(batches))
-        profiler.start((state, metrics))
-        waited = loader.waited
+    running = activity(f"running {counted(updates, 'update')}")
+    with running, loader.open(0, WARM_UP + updates) as batches:
         for number, batch in enumerate(batches):
             with jax.profiler.StepTraceAnnotation("update", step_num=number):
                 state, metrics = compiled.run(state, batch)
-        profiler.stop((state, metrics))
-    with activity("reading the trace"):
-        return read_profile(
-            profiler.trace,
-            assembled.mesh,
-            compiled.text(),
-            updates=profiler.updates,
-            input_wait_seconds=loader.waited - waited,
-        )
+            profile = profiling.after((state, metrics), loader.waited)
+    assert profile is not None
+    return profile
 
 
 def picture(profile: Profile) -> RenderableType:

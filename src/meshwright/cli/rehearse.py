@@ -29,10 +29,16 @@ from meshwright.planner.devices.absent_gpus import (
     cudnn_version,
 )
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.estimate.estimator import make_estimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import room
-from meshwright.planner.rehearse.figures import Figure, figures_table, make_figures
-from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM, Rehearsal, rehearse
+from meshwright.planner.rehearse.rehearsal import (
+    CPU_PROGRAM,
+    Figure,
+    Rehearsal,
+    figures_table,
+    make_figures,
+    rehearse,
+)
 from meshwright.processes import process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.activity import activity
@@ -78,7 +84,7 @@ def _estimate(recipe: Recipe, batch: Any, plan: Plan, hardware: Hardware | None)
     """Return what the planner predicts; without a name the hardware is what was simulated."""
     hardware = hardware or Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
     with activity("estimating the plan"):
-        estimator = make_estimator(
+        estimator = Estimator(
             recipe.model, recipe.loss, recipe.optimizer, batch, precision=plan.precision
         )
         return estimator.estimate(plan, hardware)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from typing import Literal
 
 import numpy as np
@@ -17,12 +17,15 @@ from meshwright.compiled.hlo import (
     parse_hlo,
     trip_count,
 )
-from meshwright.compiled.participants import IRREGULAR, Groups, MeshAxes, parse_replica_groups
-from meshwright.compiled.slices import (
+from meshwright.compiled.participants import (
+    IRREGULAR,
     REARRANGES,
     ElidedError,
+    Groups,
+    MeshAxes,
     Scope,
     UnknownError,
+    parse_replica_groups,
     slices_of,
     value_on_devices,
 )
@@ -142,30 +145,21 @@ class _Reader:
         collectives: list[Collective] = []
         sums = merged_sums(scope.computation, self._participants)
         for instruction in scope.computation.instructions:
-            opcode = instruction.opcode
             if is_collective(instruction):
                 result = sums.get(instruction.name, instruction)
                 if result is not None:
                     collectives += self._collectives(scope, instruction, result, count)
-            elif opcode == "while":
+                continue
+            times = count
+            if instruction.opcode == "while":
                 trips = trip_count(self.program, scope.computation, instruction)
-                times = count * (1 if trips is None else trips)
-                for called in self.program.called_by(instruction, "condition", "body"):
-                    collectives += self.read(Scope(called, scope, instruction), times)
-            elif opcode == "conditional":
-                collectives += self._heaviest_branch(scope, instruction, count)
-            elif opcode.removesuffix("-start") in ("call", "fusion", "async"):
-                for called in self.program.called_by(instruction, "to_apply", "calls"):
-                    collectives += self.read(Scope(called, scope, instruction), count)
+                times = count if trips is None else count * trips
+            called = self.program.run_by(instruction)
+            inside = [self.read(Scope(inner, scope, instruction), times) for inner in called]
+            if instruction.opcode == "conditional":
+                inside = [max(inside, key=lambda part: sum(c.sent_bytes for c in part), default=[])]
+            collectives += chain.from_iterable(inside)
         return collectives
-
-    def _heaviest_branch(
-        self, scope: Scope, instruction: Instruction, count: int
-    ) -> list[Collective]:
-        roles = ("branch_computations", "true_computation", "false_computation")
-        branches = self.program.called_by(instruction, *roles)
-        lists = [self.read(Scope(branch, scope, instruction), count) for branch in branches]
-        return max(lists, key=lambda branch: sum(c.sent_bytes for c in branch), default=[])
 
     def _collectives(
         self, scope: Scope, instruction: Instruction, result: Instruction, count: int
@@ -181,26 +175,22 @@ class _Reader:
             return []
         collectives: list[Collective] = []
         for value in _exchanged_values(scope.computation, instruction, kind):
-            payload = value.bytes * size if kind == "all-gather" else value.bytes
-            parts = [(kind, axes, size, payload)]
+            collective = Collective(
+                kind=kind,
+                axes=axes,
+                group_size=size,
+                count=count,
+                payload_bytes=value.bytes * size if kind == "all-gather" else value.bytes,
+                dtype=value.dtype,
+                module=module_of(value.op_name),
+                phase=phase_of(value.op_name),
+                name=instruction.name,
+                op_name=value.op_name,
+            )
+            scatter: tuple[str, ...] = ()
             if kind == "all-reduce":
                 scatter = self._scatter_axes(scope, result, value.position, axes, groups)
-                parts = self._as_scatter(axes, size, payload, scatter)
-            collectives += [
-                Collective(
-                    kind=part_kind,
-                    axes=part_axes,
-                    group_size=part_size,
-                    count=count,
-                    payload_bytes=part_bytes,
-                    dtype=value.dtype,
-                    module=module_of(value.op_name),
-                    phase=phase_of(value.op_name),
-                    name=instruction.name,
-                    op_name=value.op_name,
-                )
-                for part_kind, part_axes, part_size, part_bytes in parts
-            ]
+            collectives += self._as_scatter(collective, scatter)
         return collectives
 
     def _participants(self, instruction: Instruction) -> tuple[tuple[str, ...], Groups]:
@@ -214,20 +204,17 @@ class _Reader:
         groups = parse_replica_groups(text, self.mesh.num_devices)
         return self.mesh.spanned(groups), groups
 
-    def _as_scatter(
-        self, axes: tuple[str, ...], size: int, payload: int, scatter: tuple[str, ...]
-    ) -> list[tuple[str, tuple[str, ...], int, int]]:
-        """Return what an all-reduce counts as if its result is sliced over ``scatter``."""
+    def _as_scatter(self, whole: Collective, scatter: tuple[str, ...]) -> Iterator[Collective]:
+        """Yield what an all-reduce counts as if its result is sliced over ``scatter``."""
+        rest = tuple(axis for axis in whole.axes if axis not in scatter)
         if not scatter:
-            return [("all-reduce", axes, size, payload)]
-        if scatter == axes:
-            return [("reduce-scatter", axes, size, payload)]
-        share = self.mesh.size(scatter)
-        rest = tuple(axis for axis in axes if axis not in scatter)
-        return [
-            ("reduce-scatter", scatter, share, payload),
-            ("all-reduce", rest, size // share, payload // share),
-        ]
+            yield whole
+            return
+        share = whole.group_size if not rest else self.mesh.size(scatter)
+        yield replace(whole, kind="reduce-scatter", axes=scatter, group_size=share)
+        if rest:
+            size, payload = whole.group_size // share, whole.payload_bytes // share
+            yield replace(whole, axes=rest, group_size=size, payload_bytes=payload)
 
     def _scatter_axes(
         self,

@@ -9,8 +9,6 @@ from meshwright.compiled.hlo import Computation, Instruction, Program, parse_hlo
 from meshwright.compiled.participants import MeshAxes, parse_replica_groups
 from meshwright.program.jaxpr.names import module_of
 
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
-
 
 @dataclass(frozen=True)
 class Exchange:
@@ -52,21 +50,8 @@ def _divergent(
     for instruction in computation.instructions:
         if inside:
             yield instruction
-        for called, diverges in _called(program, computation, instruction):
-            yield from _divergent(program, called, inside=inside or diverges)
-
-
-def _called(
-    program: Program, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[Computation, bool]]:
-    """Yield the computations an instruction calls, and whether devices may diverge in them."""
-    if instruction.opcode == "while":
-        diverges = trip_count(program, computation, instruction) is None
-        for called in program.called_by(instruction, "condition", "body"):
-            yield called, diverges
-    elif instruction.opcode == "conditional":
-        for branch in program.called_by(instruction, *_BRANCHES):
-            yield branch, True
-    elif instruction.opcode in ("call", "fusion", "async-start"):
-        for called in program.called_by(instruction, "to_apply", "calls"):
-            yield called, False
+        loops = instruction.opcode == "while"
+        endless = loops and trip_count(program, computation, instruction) is None
+        diverges = inside or endless or instruction.opcode == "conditional"
+        for called in program.run_by(instruction):
+            yield from _divergent(program, called, inside=diverges)

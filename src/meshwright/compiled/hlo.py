@@ -10,15 +10,14 @@ from functools import cached_property
 
 from meshwright.errors import UserError
 
-CALL_ROLES = (
-    "body",
-    "condition",
-    "to_apply",
-    "calls",
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-)
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_CALLS = ("to_apply", "calls")
+_RUN_BY = {
+    "while": ("condition", "body"),
+    "conditional": _BRANCHES,
+    **dict.fromkeys(("call", "fusion", "async"), _CALLS),
+}
+CALL_ROLES = ("body", "condition", *_CALLS, *_BRANCHES)
 """How an instruction may refer to the computations it calls."""
 
 
@@ -128,6 +127,12 @@ class Program:
         names = [name for role in roles for name in instruction.called.get(role, ())]
         return [self.computations[name] for name in names]
 
+    def run_by(self, instruction: Instruction) -> list[Computation]:
+        """Return what a loop, branch or call runs; not what is applied to elements, as in sums."""
+        return self.called_by(
+            instruction, *_RUN_BY.get(instruction.opcode.removesuffix("-start"), ())
+        )
+
 
 def dtype_bits(dtype: str) -> int:
     """Bits of one scalar: 16 for ``bf16``, 8 for ``f8e4m3fn`` and ``pred``, 0 for tokens."""
@@ -182,11 +187,12 @@ def trip_count(program: Program, caller: Computation, loop: Instruction) -> int 
     test = condition.root
     if test.opcode != "compare" or test.attributes.get("direction") != "LT":
         return None
-    counter = _carried_index(condition, test.operands[0])
+    counter = carried_index(condition, test.operands[0])
     limit = _integer(condition, test.operands[1])
     if limit is None:
-        limit = _invariant(caller, loop, body, _carried_index(condition, test.operands[1]))
-    start = _initial(caller, loop, counter)
+        index = carried_index(condition, test.operands[1])
+        limit = _integer(caller, carried_in(caller, loop, body, index))
+    start = _integer(caller, _initial(caller, loop, counter))
     step = _counter_step(body, counter)
     if limit is None or start is None or step is None:
         return None
@@ -212,7 +218,8 @@ def _read_instruction(line: str) -> Instruction | None:
     assert opcode, f"no opcode in: {line}"
     arguments, end = _split(line, opcode.end())
     rest, _ = _split(line, end + 1)
-    attributes = {key.strip(): value for key, sign, value in map(_equation, rest) if sign}
+    parts = (part.partition("=") for part in rest)
+    attributes = {key.strip(): value for key, sign, value in parts if sign}
     is_leaf = opcode[1] in ("parameter", "constant")
     return Instruction(
         name=head["name"],
@@ -280,10 +287,6 @@ def _split(text: str, start: int) -> tuple[list[str], int]:
     return [part.strip() for part in parts if part.strip()], end
 
 
-def _equation(text: str) -> tuple[str, str, str]:
-    return text.partition("=")
-
-
 def _operand_name(text: str) -> str:
     # Long text writes the operand's shape before its name.
     return text.split()[-1].removeprefix("%")
@@ -313,14 +316,14 @@ def _resolve(computation: Computation, name: str) -> Instruction | None:
     return instruction
 
 
-def _integer(computation: Computation, name: str) -> int | None:
-    source = _resolve(computation, name)
+def _integer(computation: Computation, name: str | None) -> int | None:
+    source = None if name is None else _resolve(computation, name)
     if source and source.opcode == "constant" and re.fullmatch(r"-?\d+", source.literal):
         return int(source.literal)
     return None
 
 
-def _carried_index(computation: Computation, name: str) -> int | None:
+def carried_index(computation: Computation, name: str) -> int | None:
     """Return the index in the loop's tuple that ``name`` is an element of, if it is one."""
     element = _resolve(computation, name)
     if not element or element.opcode != "get-tuple-element":
@@ -329,21 +332,21 @@ def _carried_index(computation: Computation, name: str) -> int | None:
     return int(element.attributes["index"]) if state and state.opcode == "parameter" else None
 
 
-def _initial(caller: Computation, loop: Instruction, index: int | None) -> int | None:
-    """Return the constant that a loop starts with at ``index`` of its tuple."""
+def _initial(caller: Computation, loop: Instruction, index: int | None) -> str | None:
+    """Return what a loop starts with at ``index`` of its tuple, by its name in the caller."""
     start = _resolve(caller, loop.operands[0])
     if index is None or not start or start.opcode != "tuple":
         return None
-    return _integer(caller, start.operands[index])
+    return start.operands[index]
 
 
-def _invariant(
+def carried_in(
     caller: Computation, loop: Instruction, body: Computation, index: int | None
-) -> int | None:
-    """Return the value at ``index`` if the body does not change it."""
+) -> str | None:
+    """Return the caller's name of the value at ``index`` if the body does not change it."""
     if index is None or body.root.opcode != "tuple":
         return None
-    unchanged = _carried_index(body, body.root.operands[index]) == index
+    unchanged = carried_index(body, body.root.operands[index]) == index
     return _initial(caller, loop, index) if unchanged else None
 
 
@@ -356,6 +359,6 @@ def _counter_step(body: Computation, index: int | None) -> int | None:
         return None
     for counter, step in (update.operands, update.operands[::-1]):
         amount = _integer(body, step)
-        if _carried_index(body, counter) == index and amount is not None and amount > 0:
+        if carried_index(body, counter) == index and amount is not None and amount > 0:
             return amount
     return None

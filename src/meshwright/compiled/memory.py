@@ -1,15 +1,18 @@
-"""How much memory a compiled program needs on each device, and its largest values."""
+"""How much memory a compiled program needs, and what is said when a device runs out of it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from meshwright.compiled.hlo import Computation, Program, Shape, parse_hlo
-from meshwright.errors import EnvironmentProblem
+from meshwright.errors import EnvironmentProblem, MeshwrightError, OutOfMemory, first_line
 from meshwright.program.jaxpr.names import module_of
 from meshwright.text.units import human_bytes
 
@@ -132,3 +135,134 @@ def _arrays(shape: Shape) -> Iterator[Shape]:
 
 def _describe(shape: Shape) -> str:
     return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
+
+
+_EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|Resource exhausted|CUDA_ERROR_OUT_OF_MEMORY")
+_MEMORY = re.compile(r"out of memory|allocat|\bhbm\b", re.IGNORECASE)
+_EXACT = re.compile(r"allocat[^\n]*?\(?\b(\d+) ?(?:B\b|bytes)", re.IGNORECASE)
+_ROUNDED = re.compile(r"allocat\w*(?: request for)? ([\d.]+) ?([KMGT])(?:iB|B)?\b", re.IGNORECASE)
+_USED_OF = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+_DEVICE = re.compile(r"device ordinal (\d+)|GPU_(\d+)_bfc")
+_FACTORS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What a device could not allocate.
+
+    Attributes:
+        asked: bytes of the allocation that failed, or of the program that is too large; None if
+            the message does not say.
+        limit: bytes that the device has, if the message says so.
+        device: the local number of the device, if the message says so.
+        text: the first line of JAX's message.
+    """
+
+    asked: int | None
+    limit: int | None
+    device: int | None
+    text: str
+
+    @property
+    def sentence(self) -> str:
+        """What is missing, as the beginning of a sentence; the same in every process."""
+        if self.asked is None:
+            return "a device is out of memory"
+        if self.limit is not None:
+            return f"a device is out of memory: a program needs {human_bytes(self.asked)}"
+        return f"a device is out of memory: {human_bytes(self.asked)} could not be allocated"
+
+
+def find_shortage(error: BaseException | None) -> Shortage | None:
+    """Return what was missing if JAX ran out of memory; None for any other exception."""
+    while error is not None:
+        text = str(error)
+        runtime = isinstance(error, jax.errors.JaxRuntimeError)
+        if runtime and _EXHAUSTED.search(text) and _MEMORY.search(text):
+            return read_shortage(text)
+        error = error.__cause__
+    return None
+
+
+def read_shortage(text: str) -> Shortage:
+    """Read the message of an exception, as CPUs, GPUs and TPUs word it."""
+    exact, rounded, program = _EXACT.search(text), _ROUNDED.search(text), _USED_OF.search(text)
+    device = _DEVICE.search(text)
+    asked = limit = None
+    if program:
+        asked, limit = _bytes(program[1], program[2]), _bytes(program[3], program[4])
+    elif exact:
+        asked = int(exact[1])
+    elif rounded:
+        asked = _bytes(rounded[1], rounded[2])
+    number = next((int(n) for n in device.groups() if n), None) if device else None
+    line = first_line(RuntimeError(text))
+    return Shortage(asked, limit, number, line)
+
+
+def describe_devices(shortage: Shortage, devices: Sequence[Any]) -> list[str]:
+    """Say what the device has and uses, or the one that uses most if none is named."""
+    facts = [(device, _stats(device)) for device in devices]
+    known = [(d, s) for d, s in facts if s.get("bytes_limit")]
+    named = [(d, s) for d, s in known if getattr(d, "local_hardware_id", None) == shortage.device]
+    chosen = named or sorted(known, key=lambda each: -each[1].get("bytes_in_use", 0))[:1]
+    if not chosen:
+        limit = "" if shortage.limit is None else f", which has {human_bytes(shortage.limit)}"
+        kinds = {str(device.device_kind) for device in devices}
+        return [f"on a device of kind {', '.join(sorted(kinds))}{limit}"] if kinds else []
+    device, stats = chosen[0]
+    return [
+        f"device {device.id} ({device.device_kind}) gives {human_bytes(stats['bytes_limit'])} to "
+        f"JAX, of which {human_bytes(stats.get('bytes_in_use', 0))} are in use"
+    ]
+
+
+def explain_shortage(
+    shortage: Shortage, doing: str, *, lines: Iterable[str] = (), fix: str = ""
+) -> OutOfMemory:
+    """Return the error for a device that is out of memory.
+
+    Args:
+        shortage: what could not be allocated.
+        doing: what was being done, such as ``compiling the step``.
+        lines: what is known of the program's memory.
+        fix: what would need less.
+    """
+    what = f"{shortage.sentence} while {doing}"
+    return OutOfMemory(what, why="\n".join([*lines, f"JAX says: {shortage.text}"]), fix=fix)
+
+
+def telling_shortage(doing: str, *, fix: str = "") -> AbstractContextManager[None]:
+    """Turn JAX's exception about memory into one message."""
+    return explaining_shortage(lambda shortage: tell_shortage(shortage, doing, fix))
+
+
+@contextmanager
+def explaining_shortage(explain: Callable[[Shortage], OutOfMemory]) -> Generator[None]:
+    """Turn JAX's exception about memory into the error that ``explain`` returns."""
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        shortage = find_shortage(error)
+        if shortage is None:
+            raise
+        raise explain(shortage) from error
+
+
+def tell_shortage(shortage: Shortage, doing: str, fix: str = "") -> OutOfMemory:
+    """Return the error where nothing is known about the program but JAX's message."""
+    lines = describe_devices(shortage, jax.local_devices())
+    return explain_shortage(shortage, doing, lines=lines, fix=fix)
+
+
+def _stats(device: Any) -> dict[str, int]:
+    try:
+        return device.memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, AttributeError, NotImplementedError):
+        return {}
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _FACTORS[unit.upper()])

@@ -1,18 +1,21 @@
-"""From a trace to a profile: times by device, and by collective."""
+"""From a trace to a profile: which operations are collectives, and times by device."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from meshwright import processes
+from meshwright.compiled.collectives import Collective, read_collectives
+from meshwright.compiled.hlo import parse_hlo
 from meshwright.profile.events import (
-    Interval,
     Trace,
     TracedEvent,
     clip,
@@ -22,7 +25,6 @@ from meshwright.profile.events import (
     subtract,
 )
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
-from meshwright.profile.traced_collectives import CollectiveNames, TracedCollective
 
 _SECONDS = 1e-9
 """Times in a trace are in nanoseconds."""
@@ -48,7 +50,7 @@ def read_profile(
     """
     recorded = read_trace(trace)
     numbers = device_numbers(mesh.local_devices, {event.device for event in recorded.events})
-    times, totals = split_times(recorded, CollectiveNames(program, dict(mesh.shape)), numbers)
+    times, found = split_times(recorded, CollectiveNames(program, dict(mesh.shape)), numbers)
     local = {
         "devices": [asdict(time) for time in times],
         "wall": length([recorded.window]),
@@ -60,59 +62,61 @@ def read_profile(
         updates=updates,
         seconds_per_update=max(process["wall"] for process in gathered) * _SECONDS / updates,
         devices=tuple(sorted(devices, key=lambda time: time.device)),
-        collectives=tuple(totals.times(updates, max(len(times), 1))),
+        collectives=tuple(collective_times(found, updates * max(len(times), 1))),
         input_wait_seconds=max(process["waited"] for process in gathered),
         platform=mesh.devices.flat[0].platform,
         trace=str(trace),
     )
 
 
-@dataclass
-class CollectiveTotals:
-    """Times of collectives, summed over updates and local devices."""
+class CollectiveRun(NamedTuple):
+    """One run of a collective on one device.
 
-    count: dict[TracedCollective, int] = field(default_factory=lambda: defaultdict(int))
-    seconds: dict[TracedCollective, float] = field(default_factory=lambda: defaultdict(float))
-    exposed: dict[TracedCollective, float] = field(default_factory=lambda: defaultdict(float))
+    Attributes:
+        collective: the collective.
+        seconds: how long it took.
+        exposed_seconds: the part of that time without compute.
+    """
 
-    def add(
-        self, collective: TracedCollective, interval: Interval, computing: Sequence[Interval]
-    ) -> None:
-        """Count one collective of one device."""
-        self.count[collective] += 1
-        self.seconds[collective] += (interval[1] - interval[0]) * _SECONDS
-        self.exposed[collective] += length(subtract([interval], computing)) * _SECONDS
+    collective: TracedCollective
+    seconds: float
+    exposed_seconds: float
 
-    def times(self, updates: int, devices: int) -> list[CollectiveTime]:
-        """Return the times per update and device by axis, kind and module, the longest first."""
-        runs = updates * devices
-        groups: dict[tuple[tuple[str, ...], str, str | None], list[TracedCollective]] = defaultdict(
-            list
+
+def collective_times(found: Sequence[CollectiveRun], runs: int) -> list[CollectiveTime]:
+    """Return the times of collectives by axis, kind and module, the longest first.
+
+    Args:
+        found: every run of a collective, over all updates and local devices.
+        runs: updates times local devices.
+    """
+    groups: dict[tuple[tuple[str, ...], str, str | None], list[CollectiveRun]] = defaultdict(list)
+    for run in found:
+        what = run.collective
+        groups[what.axes, what.kind, what.module].append(run)
+    times = [
+        CollectiveTime(
+            axes=axes,
+            kind=kind,
+            module=module,
+            count=len(group) / runs,
+            seconds=sum(run.seconds for run in group) / runs,
+            exposed_seconds=sum(run.exposed_seconds for run in group) / runs,
+            bytes=_mean_bytes([run.collective.sent_bytes for run in group], runs),
         )
-        for collective in self.count:
-            groups[collective.axes, collective.kind, collective.module].append(collective)
-        times = [
-            CollectiveTime(
-                axes=axes,
-                kind=kind,
-                module=module,
-                count=sum(self.count[e] for e in group) / runs,
-                seconds=sum(self.seconds[e] for e in group) / runs,
-                exposed_seconds=sum(self.exposed[e] for e in group) / runs,
-                bytes=self._bytes(group, runs),
-            )
-            for (axes, kind, module), group in groups.items()
-        ]
-        return sorted(times, key=lambda time: -time.seconds)
+        for (axes, kind, module), group in groups.items()
+    ]
+    return sorted(times, key=lambda time: -time.seconds)
 
-    def _bytes(self, group: Sequence[TracedCollective], runs: int) -> int | None:
-        sizes = [(e.sent_bytes, self.count[e]) for e in group if e.sent_bytes is not None]
-        return round(sum(size * count for size, count in sizes) / runs) if sizes else None
+
+def _mean_bytes(sizes: Sequence[float | None], runs: int) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return round(sum(known) / runs) if known else None
 
 
 def split_times(
     trace: Trace, collectives: CollectiveNames, numbers: dict[int, int]
-) -> tuple[list[DeviceTime], CollectiveTotals]:
+) -> tuple[list[DeviceTime], list[CollectiveRun]]:
     """Divide the time of every device into compute, communication and idle time.
 
     Args:
@@ -120,7 +124,7 @@ def split_times(
         collectives: finds collectives by name.
         numbers: JAX's device id by the number in the trace; other devices are ignored.
     """
-    totals = CollectiveTotals()
+    found: list[CollectiveRun] = []
     times: list[DeviceTime] = []
     by_device: dict[int, list[TracedEvent]] = {number: [] for number in numbers}
     for event in trace.events:
@@ -135,7 +139,8 @@ def split_times(
         for event, collective in labelled:
             if collective is not None:
                 (inside,) = clip([event.interval], trace.window) or [(0.0, 0.0)]
-                totals.add(collective, inside, computing)
+                exposed = length(subtract([inside], computing)) * _SECONDS
+                found.append(CollectiveRun(collective, length([inside]) * _SECONDS, exposed))
         exposed = length(subtract(communicating, computing))
         busy = length(merge([*computing, *communicating]))
         times.append(
@@ -147,7 +152,7 @@ def split_times(
                 idle=(length([trace.window]) - busy) * _SECONDS,
             )
         )
-    return times, totals
+    return times, found
 
 
 def device_numbers(devices: Sequence[Any], traced: set[int]) -> dict[int, int]:
@@ -162,3 +167,95 @@ def device_numbers(devices: Sequence[Any], traced: set[int]) -> dict[int, int]:
         if traced <= set(numbers):
             return {int(number): device for number, device in numbers.items() if number is not None}
     return dict(zip(sorted(traced), ids, strict=False))
+
+
+_KINDS = {
+    "all-reduce": "all.?reduce|psum(?!_scatter)",
+    "all-gather": "all.?gather",
+    "reduce-scatter": "reduce.?scatter|psum_scatter",
+    "all-to-all": "all.?to.?all",
+    "collective-permute": "collective.?permute|ppermute|send.?recv",
+    "collective-broadcast": "collective.?broadcast|pbroadcast|Kernel_Broadcast",
+}
+_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TracedCollective:
+    """A collective instruction of the compiled program.
+
+    Attributes:
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, …
+        axes: the mesh axes it runs over; empty if not known.
+        module: the module it belongs to; None outside modules, or if it combines several.
+        sent_bytes: bytes each device sends per execution; None if not known.
+    """
+
+    kind: str
+    axes: tuple[str, ...] = ()
+    module: str | None = None
+    sent_bytes: float | None = None
+
+
+class CollectiveNames:
+    """Finds the collectives of a trace by the names of operations.
+
+    Args:
+        program: HLO text of the program, for axes and modules; None if not available.
+        mesh: sizes of the mesh axes it was compiled for.
+    """
+
+    def __init__(self, program: str | None, mesh: Mapping[str, int]) -> None:
+        self._by_instruction = _instructions(program, mesh) if program else None
+
+    def find(self, name: str, kernel: str) -> TracedCollective | None:
+        """Return the collective an operation belongs to; None if it computes."""
+        if self._by_instruction is not None and name in self._by_instruction:
+            return self._by_instruction[name]
+        if _KERNEL.search(kernel):
+            return TracedCollective(_kind(kernel, "") or "collective")
+        # Without the program only names are left; a fusion may be named after its consumer.
+        kind = (
+            "" if self._by_instruction is not None or "fusion" in name else _kind(name, r"(\w+\.)?")
+        )
+        return TracedCollective(kind) if kind else None
+
+
+def _kind(text: str, before: str) -> str:
+    look = re.match if before else re.search
+    matches = (
+        kind
+        for kind, pattern in _KINDS.items()
+        if look(f"{before}({pattern})", text, re.IGNORECASE)
+    )
+    return next(matches, "")
+
+
+def _instructions(program: str, mesh: Mapping[str, int]) -> dict[str, TracedCollective]:
+    """Return the collectives of a program by the names of their instructions."""
+    parts: dict[str, list[Collective]] = {}
+    for collective in read_collectives(program, mesh):
+        parts.setdefault(collective.name, []).append(collective)
+    by_name = {name: _combine(combined) for name, combined in parts.items()}
+    for computation in parse_hlo(program).computations.values():
+        for instruction in computation.instructions:
+            # Waiting for a collective counts as part of it.
+            if instruction.opcode.endswith("-done") and instruction.operands[0] in by_name:
+                by_name[instruction.name] = by_name[instruction.operands[0]]
+    return by_name
+
+
+def _combine(parts: list[Collective]) -> TracedCollective:
+    axes = list(dict.fromkeys(axis for part in parts for axis in part.axes))
+    return TracedCollective(
+        kind=parts[0].kind,
+        axes=tuple(axes),
+        module=_common([part.module for part in parts]) or None,
+        sent_bytes=sum(part.sent_bytes / max(part.count, 1) for part in parts),
+    )
+
+
+def _common(modules: Iterable[str]) -> str:
+    """Return the innermost module that contains all of these."""
+    steps = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from meshwright.compiled.compiler_options import quick_options
+from meshwright.compiled.compile_program import quick_options
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.jaxpr.names import path_text

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshwright.compiled.compiler_options import quick_options
+from meshwright.compiled.compile_program import quick_options
 from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import flatten, nest

@@ -16,8 +16,8 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from meshwright.compiled.compiler_options import quick_options
-from meshwright.compiled.shortage import telling_shortage
+from meshwright.compiled.compile_program import quick_options
+from meshwright.compiled.memory import telling_shortage
 from meshwright.config.argument_checks import (
     check_clip_norm,
     check_count,

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from meshwright.compiled.compiler_options import quick_options
+from meshwright.compiled.compile_program import quick_options
 from meshwright.program.blocks.parts import Part, parts_of
 from meshwright.program.jaxpr.equations import (
     Atom,

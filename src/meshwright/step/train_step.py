@@ -15,8 +15,12 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.compiled.compile_program import CompiledProgram, compile_program
-from meshwright.compiled.compiler_options import gpu_options, quick_options
+from meshwright.compiled.compile_program import (
+    CompiledProgram,
+    compile_program,
+    gpu_options,
+    quick_options,
+)
 from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan

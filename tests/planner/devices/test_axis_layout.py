@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.hardware import load_chips
 from meshwright.mesh.build import arrange_mesh
-from meshwright.planner.devices.axis_layout import inside_links, split_over_nodes, torus_shape
+from meshwright.planner.devices.links import inside_links, split_over_nodes, torus_shape
 
 
 def fake_devices(count, nodes):

@@ -11,7 +11,7 @@ from meshwright.config.schema import ShardingConfig
 from meshwright.hardware import parse_hardware
 from meshwright.models import build_model
 from meshwright.plan import Plan
-from meshwright.planner.estimate.estimator import ProgramEstimator, _Case
+from meshwright.planner.estimate.estimator import Estimator, _Case
 from meshwright.planner.estimate.traced_programs import GradientPrograms, variant_of
 from meshwright.planner.fit.fit_check import least_memory
 from meshwright.planner.search.search import BOUND_SLACK
@@ -33,7 +33,7 @@ def model(rngs):
 
 @pytest.fixture(scope="module")
 def estimator():
-    return ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
+    return Estimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
 
 
 def make_plan(mesh, rows=4, microbatches=1, precision="no", **sharding):
@@ -233,7 +233,7 @@ def test_what_plans_share_does_not_depend_on_their_order(estimator):
         make_plan({"fsdp": 2, "tensor": 2}, precision="bf16", remat="full"),
         make_plan({"data": 2, "fsdp": 2}, precision="bf16", remat="full"),
     ]
-    fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
+    fresh = Estimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
     first = [estimator.estimate(plan, on(plan)) for plan in plans]
     last = [fresh.estimate(plan, on(plan)) for plan in reversed(plans)]
     for alone, shared in zip(first, reversed(last), strict=True):
@@ -242,7 +242,7 @@ def test_what_plans_share_does_not_depend_on_their_order(estimator):
 
 
 def test_bounds_take_one_program_for_all_meshes_and_are_hardly_too_long():
-    fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
+    fresh = Estimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
     plans = [make_plan(mesh, microbatches=8, precision="bf16") for mesh in MESHES]
     bounds = [fresh.bound(plan, on(plan)) for plan in plans]
     assert fresh._gradients._traced.cache_info().currsize == 1
@@ -304,7 +304,7 @@ def test_batch_norm_keeps_statistics_and_dropout_does_not(kind, kept):
     def build(rngs):
         return build_model(kind, rngs=rngs, **sizes)
 
-    made = ProgramEstimator(build, task.loss, OPTIMIZER, task.example_batch(2))
+    made = Estimator(build, task.loss, OPTIMIZER, task.example_batch(2))
     assert made.keeps_statistics == kept
 
 

@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright.cli.auto_settings import config_estimator
 from meshwright.config.compose import compose_config, validate
 from meshwright.hardware import parse_hardware
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.anti_patterns import find_anti_patterns
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.planner.search.search import search
@@ -57,7 +57,7 @@ def with_own_keys(model, batch):
 
 
 def mixing(loss):
-    return ProgramEstimator(Towers, loss, optax.sgd(0.1), BATCH).sample_mixing
+    return Estimator(Towers, loss, optax.sgd(0.1), BATCH).sample_mixing
 
 
 @pytest.mark.parametrize("loss", [contrastive, diagonal, centered])

@@ -26,8 +26,8 @@ from meshwright.hardware import (
     roofline_batch_sizes,
 )
 from meshwright.hardware.hardware_file import checked_row, plain_name
-from meshwright.planner.devices.axis_layout import inside_links
 from meshwright.planner.devices.device_speed import DeviceTimer, fit_products
+from meshwright.planner.devices.links import inside_links
 from meshwright.runtime.activity import activity
 from meshwright.runtime.host_machine import host_memory, user_cache
 from meshwright.runtime.versions import package_versions

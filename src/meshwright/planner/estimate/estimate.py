@@ -39,9 +39,9 @@ class MemoryEstimate:
     optimizer: int
     gradients: int
     batch: int
-    gathered: int
-    activations: int
-    working: int
+    gathered: int = 0
+    activations: int = 0
+    working: int = 0
     reserved: int = 0
     all_gradients: int = 0
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -19,8 +19,7 @@ from meshwright.ledgers.minimum import Needed
 from meshwright.mesh.axes import MODEL_AXES
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import CPU_MARGIN, Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.estimate.model_states import ModelStates, state_key
-from meshwright.planner.estimate.placed_state import PlacedState
+from meshwright.planner.estimate.model_states import ModelStates, PlacedState, state_key
 from meshwright.planner.estimate.traced_programs import (
     GradientPrograms,
     TracedPrograms,
@@ -58,58 +57,17 @@ from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
 
 
-class Estimator(Protocol):
-    """Estimates plans for one model, loss and optimizer."""
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of the model's parameters."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of repeated blocks, which pipeline stages divide; 0 without such blocks."""
-        ...
-
-    @property
-    def tensor_sizes(self) -> frozenset[int]:
-        """The sizes of a tensor axis, up to 64, that divide the dims it would shard."""
-        ...
-
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether the model keeps statistics of the samples, such as the means of BatchNorm."""
-        ...
-
-    @property
-    def sample_mixing(self) -> MixedSamplesError | None:
-        """Where the loss mixes samples other than by sums; None if it does not."""
-        ...
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Tokens of one sample; 1 for data other than tokens."""
-        ...
-
-    def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
-        """Return what a plan needs. Milliseconds: a search asks for thousands."""
-        ...
-
-    def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
-        """Return an estimate that is cheaper to make, whose time is hardly ever too long."""
-        ...
-
-
 class OutsideOfStages(NamedTuple):
     """Bytes of what is outside of stages, such as an embedding, on each of them.
 
     Attributes:
         gradients: of gradients, as fsdp shards them.
-        parameters: of parameters, gathered over the stages.
+        gathered: of parameters, gathered over the stages, and of what a stage computes with:
+            gathered over fsdp, or cast.
     """
 
     gradients: float
-    parameters: float
+    gathered: float
 
 
 class _Case(NamedTuple):
@@ -120,8 +78,8 @@ class _Case(NamedTuple):
     variant: Variant
 
 
-class ProgramEstimator:
-    """Estimates plans from the traced program of a model.
+class Estimator:
+    """Estimates plans for one model, loss and optimizer, from the traced program.
 
     Programs are traced for two samples and one device, once for each way to save activations;
     what a plan needs follows from how its mesh shards their arrays. Nothing is allocated.
@@ -136,6 +94,7 @@ class ProgramEstimator:
             traced to describe it.
     """
 
+    @activity("tracing the model")
     def __init__(
         self,
         model: ModelSource,
@@ -190,7 +149,7 @@ class ProgramEstimator:
         return tokens_per_sample(self._samples) or 1
 
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
-        """Return what a plan needs on some hardware."""
+        """Return what a plan needs on some hardware. Milliseconds: a search asks for thousands."""
         return self._estimate(_Case(plan, hardware, variant_of(plan, hardware)))
 
     def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
@@ -336,11 +295,10 @@ class ProgramEstimator:
         own = working(inside=True) + at_hand + again * max(0.0, depth - 1)
         state = self._states.of(plan)
         outside = _outside_of_stages(plan, state)
-        gathered = outside.parameters + _computed_with(plan, state, outside.parameters)
         uses: dict[Use, float] = {
             # There are the gradient of a microbatch and the sum of them.
             "gradients": 2 * outside.gradients,
-            "gathered": whole.uses["gathered"] + gathered,
+            "gathered": whole.uses["gathered"] + outside.gathered,
             "activations": each * (slots.saved + slots.cuts) + carried,
             "working": max(own, working(inside=False) + _part_sums(program, sizes)),
         }
@@ -402,9 +360,6 @@ def _with_margin(state: PlacedState, batch: int, gradients: int) -> MemoryEstima
         optimizer=state.optimizer,
         gradients=gradients,
         batch=batch,
-        gathered=0,
-        activations=0,
-        working=0,
         reserved=round(CPU_MARGIN * exact),
         all_gradients=gradients,
     )
@@ -423,24 +378,13 @@ def _staged(plan: Plan) -> tuple[str, int, int, int]:
 
 def _outside_of_stages(plan: Plan, state: PlacedState) -> OutsideOfStages:
     """Return what is outside of stages on each of them."""
-    shards, zero = plan.size("fsdp"), plan.sharding.zero
-    return OutsideOfStages(
-        gradients=state.outside / (shards if zero > 1 else 1),
-        parameters=state.outside / (shards if zero == 3 else 1),
-    )
-
-
-def _computed_with(plan: Plan, state: PlacedState, parameters: float) -> float:
-    """Return the bytes of what a stage computes with: gathered over fsdp, or cast.
-
-    Args:
-        plan: the plan.
-        state: the training state on a device.
-        parameters: bytes of the parameters outside of stages, on each of them.
-    """
+    shards, zero, whole = plan.size("fsdp"), plan.sharding.zero, state.outside
+    parameters = whole / (shards if zero == 3 else 1)
     if COMPUTE_DTYPES[plan.precision] is None:
-        return state.outside if parameters < state.outside else 0.0
-    return state.outside / 2 + (state.parameters / 2 if plan.size("fsdp") == 1 else 0.0)
+        computed = whole if parameters < whole else 0.0
+    else:
+        computed = whole / 2 + (state.parameters / 2 if shards == 1 else 0.0)
+    return OutsideOfStages(whole / (shards if zero > 1 else 1), parameters + computed)
 
 
 def _depth(plan: Plan, blocks: BlockParts) -> float:
@@ -467,17 +411,3 @@ def _peak_share(chip: Chip, precision: Precision) -> float:
 def _product_share(chip: Chip, precision: Precision) -> float:
     shares = {"no": chip.float32_share, "bf16": chip.bfloat16_share, "fp16": chip.float16_share}
     return chip.product_share * shares[precision]
-
-
-@activity("tracing the model")
-def make_estimator(
-    model: ModelSource,
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
-    batch: Batch,
-    *,
-    precision: Precision,
-    trainable: Filter = nnx.Param,
-) -> Estimator:
-    """Return the estimator for what a run trains; see `ProgramEstimator` for the arguments."""
-    return ProgramEstimator(model, loss, optimizer, batch, trainable=trainable, precision=precision)

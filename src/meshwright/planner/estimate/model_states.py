@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optax
@@ -13,16 +14,17 @@ from meshwright.config.schema import Precision
 from meshwright.errors import UserError
 from meshwright.ledgers.placed_program import (
     PlacedEvent,
+    PlacedWeight,
     WeightReads,
     place_events,
     place_weights,
     read_weights,
 )
-from meshwright.pipeline.divide.cut import BlockCut
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.place import place_on_stages
 from meshwright.plan import Plan
-from meshwright.planner.estimate.placed_state import PlacedState, place_state
 from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
+from meshwright.planner.workload.sizes import LeafShares
 from meshwright.program.dims import DimClasses
 from meshwright.program.trace.layout import Layout
 from meshwright.sharding.decide import place_leaves
@@ -45,7 +47,6 @@ class ModelStates:
         self._programs, self._optimizer = programs, optimizer
         self.tensor_sizes = functools.cache(self._find_tensor_sizes)
         self._tensor = functools.cache(self._choose_tensor)
-        self._stage_tensor = functools.cache(self._choose_stage_tensor)
         self._reads = functools.cache(self._find_reads)
         self._events = functools.cache(self._find_events)
         self._known: dict[Any, PlacedState] = {}
@@ -65,62 +66,47 @@ class ModelStates:
 
     def events(self, plan: Plan) -> list[PlacedEvent]:
         """Return what operations of a plan send over its tensor axis."""
-        blocks = None if plan.size("pipe") > 1 else plan.sharding.blocks
-        return self._events(plan.precision, blocks, plan.size("tensor"))
+        return self._events(plan.precision, _blocks_or_stages(plan), plan.size("tensor"))
 
     def _find_events(
         self, precision: Precision, blocks: Blocks | None, size: int
     ) -> list[PlacedEvent]:
         """Return the events of a program whose blocks run this way; None for one in stages."""
-        if blocks is None:
-            classes, cut = self._programs.stage_classes(precision), self._programs.cut(precision)
-            return place_events(classes, self._stage_tensor(precision, size), cut)
+        cut = self._programs.cut(precision) if blocks is None else None
         classes = self._programs.classes(precision, blocks)
-        return place_events(classes, self._tensor(precision, blocks, size))
+        return place_events(classes, self._tensor(precision, blocks, size), cut)
 
     def _find_reads(self, precision: Precision, blocks: Blocks | None) -> WeightReads:
         """Return how a program whose blocks run this way reads its weights."""
-        if blocks is None:
-            return read_weights(self._programs.cut(precision).traced)
-        return read_weights(self._programs.program(precision, blocks).traced)
+        return read_weights(self._programs.traced(precision, blocks))
 
     def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
         """Return the sizes of a tensor axis, up to 64, that divide what it would divide."""
         classes = self._programs.classes(precision, "scan")
         return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
 
-    def _choose_tensor(self, precision: Precision, blocks: Blocks, size: int) -> TensorChoice:
+    def _choose_tensor(
+        self, precision: Precision, blocks: Blocks | None, size: int
+    ) -> TensorChoice:
         return choose_tensor_dims(self._programs.classes(precision, blocks), size)
-
-    def _choose_stage_tensor(self, precision: Precision, size: int) -> TensorChoice:
-        return choose_tensor_dims(self._programs.stage_classes(precision), size)
 
     def _place(self, plan: Plan) -> PlacedState:
         sizes = {axis: size for axis, size in plan.mesh.items() if axis != "data"}
         program = self._programs.step_program(plan)
         layout = program.traced.layout
-        staged: set[int] = set()
-        if program.cut is None:
-            classes = self._programs.classes(plan.precision, plan.sharding.blocks)
-            tensor = self.tensor_choice(plan)
-            divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding)
-        else:
-            staged = {stack.number for stack in program.cut.stacks}
-            divided = self._place_stages(program.cut, plan, sizes, staged)
+        cut, blocks, staged = program.cut, _blocks_or_stages(plan), set[int]()
+        if cut is not None:
+            staged = {stack.number for stack in cut.stacks}
+        classes = self._programs.classes(plan.precision, blocks)
+        tensor = self._tensor(plan.precision, blocks, plan.size("tensor"))
+        divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding, staged)
+        if cut is not None:
+            divided = place_on_stages(cut, divided, plan.size("pipe"), plan.num_chunks)
         optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
-        reads = self._reads(plan.precision, None if program.cut else plan.sharding.blocks)
-        placed = place_weights(layout.step_leaves, divided, plan, reads, program.cut)
+        reads = self._reads(plan.precision, blocks)
+        placed = place_weights(layout.step_leaves, divided, plan, reads, cut)
         weights = Counter(weight._replace(module="") for weight in placed)
         return place_state(layout, divided, sizes, optimizer, weights, zero=zero, staged=staged)
-
-    def _place_stages(
-        self, cut: BlockCut, plan: Plan, sizes: Mapping[str, int], staged: Collection[int]
-    ) -> tuple[Placement, ...]:
-        """Return the placements of a program in stages; its dims do not depend on their number."""
-        classes = self._programs.stage_classes(plan.precision)
-        tensor = self._stage_tensor(plan.precision, plan.size("tensor"))
-        divided = place_leaves(cut.traced, classes, tensor, sizes, plan.sharding, staged)
-        return place_on_stages(cut, divided, plan.size("pipe"), plan.num_chunks)
 
     def _flat_optimizer(
         self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]
@@ -151,6 +137,11 @@ class ModelStates:
         return self._flat[key]
 
 
+def _blocks_or_stages(plan: Plan) -> Blocks | None:
+    """Return how the blocks of a plan run; None if pipeline stages run them."""
+    return None if plan.size("pipe") > 1 else plan.sharding.blocks
+
+
 def state_key(plan: Plan) -> tuple[Any, ...]:
     """Return what the training state on a device depends on."""
     sizes = tuple((axis, size) for axis, size in plan.mesh.items() if axis != "data")
@@ -165,3 +156,80 @@ def _divides(classes: DimClasses, size: int) -> bool:
     except UserError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class PlacedState:
+    """The training state on one device.
+
+    Attributes:
+        parameters: bytes of parameters and of the model's other state.
+        optimizer: bytes of the optimizer's state.
+        gradients: bytes of reduced gradients.
+        sums: bytes of the sums of gradients over microbatches.
+        shares: by number of the step leaf, which part of it the device has.
+        weights: how many weights are placed alike.
+        outside: bytes of the parameters outside of pipeline stages, as each stage computes with
+            them: divided by the tensor axis alone.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    sums: int
+    shares: Mapping[int, LeafShares]
+    weights: Mapping[PlacedWeight, int]
+    outside: float = 0.0
+
+
+def place_state(
+    layout: Layout,
+    divided: Sequence[Placement],
+    sizes: Mapping[str, int],
+    optimizer: FlatOptimizer,
+    weights: Mapping[PlacedWeight, int],
+    *,
+    zero: int,
+    staged: Collection[int] = (),
+) -> PlacedState:
+    """Return the training state on one device.
+
+    Args:
+        layout: the step's leaves.
+        divided: the placement of each, divided as far as the mesh does.
+        sizes: axis sizes of the mesh.
+        optimizer: the optimizer with this layout, on any mesh.
+        weights: how many weights are placed alike.
+        zero: what the fsdp axis divides: optimizer state, gradients, parameters.
+        staged: numbers of the leaves that hold blocks of pipeline stages.
+    """
+    leaves = layout.step_leaves
+    trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+    shares: dict[int, LeafShares] = {}
+    parameters = gradients = sums = 0
+    outside = 0.0
+    for number, (step, placement) in enumerate(zip(leaves, divided, strict=True)):
+        without = _shards(placement, sizes, "fsdp")
+        whole = 1 / without
+        least = 1 / placement.shards(sizes)
+        # Below zero 3, parameters outside of stages are whole on all of them.
+        kept = ("fsdp",) if number in staged else ("fsdp", PIPE)
+        at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
+        gradient = whole if zero == 1 else least
+        shares[number] = LeafShares(whole, at_rest, gradient)
+        parameters += round(step.leaf.nbytes * at_rest)
+        if step.leaf.role == "param":
+            if staged and number not in staged:
+                outside += step.leaf.nbytes / _shards(placement, sizes, "fsdp", "pipe")
+            gradients += round(step.leaf.nbytes * gradient)
+            sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
+    placed = optimizer.placed([divided[n] for n in trained], sizes)
+    own = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
+    return PlacedState(parameters, own, gradients, sums, shares, weights, outside)
+
+
+def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:
+    count = 1
+    for axis in placement.axes():
+        count *= 1 if axis in without else sizes.get(axis, 1)
+    return count

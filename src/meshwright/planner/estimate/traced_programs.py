@@ -28,7 +28,7 @@ from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims import DimClasses
 from meshwright.program.flops import count_flops
 from meshwright.program.trace.model_leaves import ModelLeaves
-from meshwright.program.trace.traced_loss import Loss
+from meshwright.program.trace.traced_loss import Loss, TracedLoss
 from meshwright.sharding.decide import dim_classes
 from meshwright.step.step_program import StepProgram, step_program, unstaged_program
 from meshwright.trees import Batch
@@ -54,7 +54,6 @@ class TracedPrograms:
         self.program = functools.cache(self._make_program)
         self.cut = functools.cache(self._make_cut)
         self.classes = functools.cache(self._find_classes)
-        self.stage_classes = functools.cache(self._find_stage_classes)
         self.flops_per_sample = functools.cache(self._count_flops)
         self._ordered = functools.cache(self._order_by_stage)
 
@@ -113,13 +112,14 @@ class TracedPrograms:
         cut = ordered_by_stage(self.cut(precision), stages, num_chunks)
         return StepProgram(cut.traced, cut, ())
 
-    def _find_classes(self, precision: Precision, blocks: Blocks) -> DimClasses:
-        """Return how the dims of the program without stages relate."""
-        return dim_classes(self.program(precision, blocks).traced)
+    def traced(self, precision: Precision, blocks: Blocks | None) -> TracedLoss:
+        """Return the program whose blocks run this way; None for one in any number of stages."""
+        made = self.cut(precision) if blocks is None else self.program(precision, blocks)
+        return made.traced
 
-    def _find_stage_classes(self, precision: Precision) -> DimClasses:
-        """Return how the dims of the program in stages relate, whatever their number."""
-        return dim_classes(self.cut(precision).traced)
+    def _find_classes(self, precision: Precision, blocks: Blocks | None) -> DimClasses:
+        """Return how the dims of a program relate."""
+        return dim_classes(self.traced(precision, blocks))
 
     def _count_flops(self, precision: Precision) -> float:
         """Return the arithmetic of one sample, both passes."""
@@ -156,7 +156,7 @@ class GradientPrograms:
         return schedule_gradients(traced, variant.platform, unrolled=blocks != as_traced)
 
     def _trace(self, precision: Precision, variant: Variant, blocks: Blocks) -> TracedGradients:
-        traced = self._programs.program(precision, blocks).traced
+        traced = self._programs.traced(precision, blocks)
         classes = self._programs.classes(precision, blocks)
         return trace_gradients(traced, classes, self._mesh, variant)
 

@@ -11,7 +11,7 @@ from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
 from meshwright.ledgers.minimum import Needed, Stage, event_needs, stage_needs, weight_needs
 from meshwright.ledgers.placed_program import PlacedEvent, PlacedWeight
-from meshwright.mesh.axes import PIPE
+from meshwright.mesh.axes import MODEL_AXES, PIPE
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
@@ -92,11 +92,12 @@ def time_traffic(
     by_stage = [_sums(sent, links, hardware) for sent in stages]
     traffic: dict[str, AxisTraffic] = {}
     room = compute
-    for axis, share in HIDDEN_TRAFFIC.value[plan.sharding.blocks].items():
+    shares = HIDDEN_TRAFFIC.value[plan.sharding.blocks]
+    for axis in dict.fromkeys((*shares, *MODEL_AXES)):
         sums = [stage[axis] for stage in by_stage if axis in stage]
         if sums:
             nbytes, seconds = max(sums)
-            hidden = min(share * seconds, room)
+            hidden = min(shares.get(axis, 0.0) * seconds, room)
             room -= hidden
             traffic[axis] = AxisTraffic(nbytes, seconds, seconds - hidden)
     return traffic

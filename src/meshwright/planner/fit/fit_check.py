@@ -14,9 +14,10 @@ from meshwright.compiled.memory import MemoryUse
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import OutOfMemory, Setting
 from meshwright.hardware import detect
-from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
+from meshwright.mesh.axes import mesh_setting
 from meshwright.planner.devices.capacity import SHARED, Capacity, device_capacity
 from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.fit.remedies import outermost_first
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled
 from meshwright.text.units import human_bytes
@@ -63,19 +64,6 @@ class LeastMemory:
             "batch": self.batch,
         }
         return " + ".join(f"{human_bytes(n)} of {what}" for what, n in named.items() if n)
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A change after which what a plan needs at least would fit.
-
-    Attributes:
-        text: the change as its reader would write it.
-        bytes: what a device would need at least.
-    """
-
-    text: str
-    bytes: int
 
 
 def least_memory(assembled: Assembled) -> LeastMemory:
@@ -163,14 +151,11 @@ def warn_of_compiled(assembled: Assembled, memory: MemoryUse | None) -> list[str
 
 
 def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> OutOfMemory:
-    change = next(_changes(assembled, least, capacity), None)
     return OutOfMemory(
         f"the plan does not fit: an update needs at least {human_bytes(least.total)} per device, "
         f"and each has {human_bytes(capacity.bytes)}",
         why=f"{least}, before anything is computed; a device has {capacity}",
-        fix=_what_holds_it(capacity)
-        if change is None
-        else f"write {change.text}, which needs at least {human_bytes(change.bytes)} per device",
+        fix=next(_changes(assembled, least, capacity), _what_holds_it(capacity)),
     )
 
 
@@ -207,13 +192,13 @@ def _exceeding(update: str, needs: int, capacity: Capacity) -> list[str]:
     ]
 
 
-def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> Iterator[Alternative]:
-    """Yield changes that would fit, the smallest first."""
+def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> Iterator[str]:
+    """Yield changes that would fit, the smallest first, with what they need at least."""
     plan, fully = assembled.plan, assembled.plan.sharding.model_copy(update={"zero": 3})
     if plan.size("pipe") > 1:
         # How other stages shard the leaves is only known once the model is cut again.
         return
-    sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
+    sizes = outermost_first({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
     tried: list[tuple[str, Mapping[str, int], ShardingConfig]] = []
     if plan.size("fsdp") > 1 and plan.sharding.zero < 3:
         tried.append((str(Setting("sharding.zero", 3)), plan.mesh, fully))
@@ -221,12 +206,12 @@ def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> It
         tried.append((mesh_setting(sizes), sizes, plan.sharding))
     count = plan.num_devices
     while not capacity.shared and (count := 2 * count) <= MOST_DEVICES:
-        sizes = _sizes({**sizes, "fsdp": 2 * sizes.get("fsdp", 1)})
+        sizes = outermost_first({**sizes, "fsdp": 2 * sizes.get("fsdp", 1)})
         tried.append((f"{mesh_setting(sizes)} on {count} devices", sizes, plan.sharding))
     for text, mesh, sharding in tried:
         needs = _bytes_on(assembled, mesh, sharding, least)
         if needs <= capacity.bytes:
-            yield Alternative(text, needs)
+            yield f"write {text}, which needs at least {human_bytes(needs)} per device"
 
 
 def _bytes_on(
@@ -246,7 +231,3 @@ def _bytes_on(
         same = owner >= 0 and leaf.shape == leaves[owner].leaf.shape
         total += leaf.nbytes // (decision.optimizer[owner].shards(sizes) if same else 1)
     return total
-
-
-def _sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    return shown_sizes(canonical_sizes(sizes))

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.compiled.memory import MemoryUse, largest_buffers
-from meshwright.compiled.shortage import (
+from meshwright.compiled.memory import (
+    MemoryUse,
     Shortage,
     describe_devices,
     explain_shortage,
     explaining_shortage,
+    largest_buffers,
 )
 from meshwright.errors import OutOfMemory, UserError
 from meshwright.hardware import Hardware, detect

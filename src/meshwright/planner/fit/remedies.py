@@ -137,14 +137,14 @@ def _sharded_state(plan: Plan) -> Iterator[Remedy]:
     """Yield the plan with its state sharded over the same devices, instead of copied."""
     copies = plan.size("data")
     if copies > 1:
-        sizes = _outermost_first({**plan.mesh, "data": 1, "fsdp": copies * plan.size("fsdp")})
+        sizes = outermost_first({**plan.mesh, "data": 1, "fsdp": copies * plan.size("fsdp")})
         setting = f"{mesh_setting(sizes)} instead of {mesh_setting({'data': copies})}"
         yield Remedy(_changed(plan, mesh=sizes), setting)
 
 
 def _more_devices(plan: Plan) -> Iterator[Remedy]:
     """Yield the plan on twice as many devices, with the same global batch."""
-    batch, sizes = plan.batch, _outermost_first({**plan.mesh, "fsdp": 2 * plan.size("fsdp")})
+    batch, sizes = plan.batch, outermost_first({**plan.mesh, "fsdp": 2 * plan.size("fsdp")})
     micro, steps = batch.micro_batch_size, batch.gradient_accumulation_steps
     micro, steps = (micro // 2, steps) if micro % 2 == 0 else (micro, steps // 2)
     replicas = 2 * batch.replicas
@@ -174,7 +174,8 @@ def _with_batch(plan: Plan, **sizes: int) -> Plan:
     return _changed(plan, batch=batch, num_microbatches=count)
 
 
-def _outermost_first(sizes: dict[str, int]) -> dict[str, int]:
+def outermost_first(sizes: dict[str, int]) -> dict[str, int]:
+    """Return axis sizes in the order of meshes, without those of 1."""
     return shown_sizes(canonical_sizes(sizes))
 
 

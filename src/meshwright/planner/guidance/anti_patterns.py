@@ -51,101 +51,95 @@ def find_anti_patterns(
         better: the best plan that is known, if it is another one.
         share: the share of a device's memory that a plan may take.
     """
-    found = (
-        _uneven_batch(estimate),
-        _replicated(estimate, share),
-        _forgotten_state(estimate, share),
-        _slow_fsdp(estimate),
-        _tensor_across(estimate),
-        _tensor_for_nothing(estimate, better),
-        _few_microbatches(estimate),
-        _divided_statistics(estimator, estimate),
-        _divided_comparisons(estimator, estimate),
-        _over_sharded(estimator, estimate),
-    )
-    return [each for each in found if each is not None]
+    found = {
+        "a batch that does not divide": _uneven_batch(estimate),
+        "replicating a model that does not fit": _replicated(estimate, share),
+        "forgetting optimizer state": _forgotten_state(estimate, share),
+        "fsdp over a slow network": _slow_fsdp(estimate),
+        "tensor parallelism across nodes": _tensor_across(estimate),
+        "tensor parallelism where data parallelism fits": _tensor_for_nothing(estimate, better),
+        "too few microbatches for the stages": _few_microbatches(estimate),
+        "statistics of microbatches": _divided_statistics(estimator, estimate),
+        "comparisons within microbatches": _divided_comparisons(estimator, estimate),
+        "over-sharding": _over_sharded(estimator, estimate),
+    }
+    return [AntiPattern(name, text) for name, text in found.items() if text]
 
 
-def _replicated(estimate: Estimate, share: float) -> AntiPattern | None:
+def _replicated(estimate: Estimate, share: float) -> str:
     whole = all(estimate.plan.size(axis) == 1 for axis in MODEL_AXES)
     if not whole or estimate.fits(share):
-        return None
-    return AntiPattern(
-        "replicating a model that does not fit",
+        return ""
+    return (
         f"each device needs {human_bytes(estimate.memory.total)} and has "
         f"{human_bytes(estimate.capacity)}; more devices do not change that. Shard it: "
-        f"{Setting('mesh.fsdp', estimate.plan.num_devices)}",
+        f"{Setting('mesh.fsdp', estimate.plan.num_devices)}"
     )
 
 
-def _forgotten_state(estimate: Estimate, share: float) -> AntiPattern | None:
+def _forgotten_state(estimate: Estimate, share: float) -> str:
     """Return what is forgotten if only weights are counted, and only they fit."""
     memory, room = estimate.memory, share * estimate.capacity
     if estimate.fits(share) or memory.parameters > room or memory.least <= room:
-        return None
-    return AntiPattern(
-        "forgetting optimizer state",
+        return ""
+    return (
         f"the parameters alone would fit, with {human_bytes(memory.parameters)} per device; "
         f"training also needs {human_bytes(memory.all_gradients)} of gradients and "
-        f"{human_bytes(memory.optimizer)} for the optimizer, before any activations",
+        f"{human_bytes(memory.optimizer)} for the optimizer, before any activations"
     )
 
 
-def _slow_fsdp(estimate: Estimate) -> AntiPattern | None:
+def _slow_fsdp(estimate: Estimate) -> str:
     plan, traffic = estimate.plan, estimate.time.traffic.get("fsdp")
     spans = crosses_nodes(estimate.hardware, plan.size("fsdp") * plan.size("tensor"))
     if traffic is None or not spans or traffic.exposed_seconds < NOTABLE * estimate.time.step:
-        return None
+        return ""
     inside = math.gcd(
         estimate.hardware.devices_per_node
         // math.gcd(estimate.hardware.devices_per_node, plan.size("tensor")),
         plan.size("fsdp"),
     )
-    return AntiPattern(
-        "fsdp over a slow network",
+    return (
         f"fsdp={plan.size('fsdp')} crosses nodes, and devices wait "
         f"{human_seconds(traffic.exposed_seconds)} of {human_seconds(estimate.time.step)} for "
         f"weights over {speeds(estimate.hardware)}. Compare with fsdp inside a node: "
-        f"{Setting('mesh.fsdp', inside)}, and data or pipe for the rest",
+        f"{Setting('mesh.fsdp', inside)}, and data or pipe for the rest"
     )
 
 
-def _tensor_across(estimate: Estimate) -> AntiPattern | None:
+def _tensor_across(estimate: Estimate) -> str:
     size, traffic = estimate.plan.size("tensor"), estimate.time.traffic.get("tensor")
     if traffic is None or not crosses_nodes(estimate.hardware, size):
-        return None
-    return AntiPattern(
-        "tensor parallelism across nodes",
+        return ""
+    return (
         f"tensor={size} spans nodes of {estimate.hardware.devices_per_node}: "
         f"{human_seconds(traffic.exposed_seconds)} of {human_seconds(estimate.time.step)} per "
-        f"update wait for {speeds(estimate.hardware)}",
+        f"update wait for {speeds(estimate.hardware)}"
     )
 
 
-def _tensor_for_nothing(estimate: Estimate, better: Estimate | None) -> AntiPattern | None:
+def _tensor_for_nothing(estimate: Estimate, better: Estimate | None) -> str:
     if estimate.plan.size("tensor") == 1 or better is None or better.plan.size("tensor") > 1:
-        return None
+        return ""
     extra = estimate.time.step / better.time.step - 1
     if extra <= 0 or better.plan.size("pipe") > 1:
-        return None
-    return AntiPattern(
-        "tensor parallelism where data parallelism fits",
+        return ""
+    return (
         f"{describe_sizes(better.plan.mesh)} fits without it and is faster: tensor="
-        f"{estimate.plan.size('tensor')} costs {extra:.1%} more",
+        f"{estimate.plan.size('tensor')} costs {extra:.1%} more"
     )
 
 
-def _few_microbatches(estimate: Estimate) -> AntiPattern | None:
+def _few_microbatches(estimate: Estimate) -> str:
     plan, time = estimate.plan, estimate.time
     stages = plan.size("pipe")
     enough = MICROBATCHES_PER_STAGE * stages
     if stages == 1 or plan.num_microbatches >= enough or time.bubble < NOTABLE * time.step:
-        return None
-    return AntiPattern(
-        "too few microbatches for the stages",
+        return ""
+    return (
         f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for {stages} stages: "
         "devices wait "
-        f"{time.bubble / time.step:.0%} of the time. {_more_microbatches(plan, enough)}",
+        f"{time.bubble / time.step:.0%} of the time. {_more_microbatches(plan, enough)}"
     )
 
 
@@ -170,65 +164,61 @@ def _more_microbatches(plan: Plan, enough: int) -> str:
     return f"Use {count}: {setting}"
 
 
-def _divided_statistics(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
+def _divided_statistics(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for models whose statistics depend on the batch."""
     batch = estimate.plan.batch
     if not estimator.keeps_statistics or batch.gradient_accumulation_steps == 1:
-        return None
+        return ""
     seen = batch.micro_batch_size * batch.replicas
-    return AntiPattern(
-        "statistics of microbatches",
+    return (
         f"the model keeps statistics of samples, as BatchNorm does: they see the {seen} samples "
         f"of a microbatch, not the {batch.global_batch_size} of an update, so that training "
-        f"differs. {Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
+        f"differs. {Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
     )
 
 
-def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
+def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for losses that compare samples, as contrastive ones do."""
     batch = estimate.plan.batch
     # What keeps statistics also mixes samples, and is named by itself.
     if batch.gradient_accumulation_steps == 1 or estimator.keeps_statistics:
-        return None
+        return ""
     mixing = estimator.sample_mixing
     if mixing is None or not mixing.combines:
-        return None
+        return ""
     seen = batch.micro_batch_size * batch.replicas
     where = f" in `{mixing.module}`" if mixing.module else ""
-    return AntiPattern(
-        "comparisons within microbatches",
+    return (
         f"the loss is not a mean over samples{where}: {mixing}. It sees the {seen} samples of a "
         f"microbatch, not the {batch.global_batch_size} of an update, so that training differs. "
-        f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
+        f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
     )
 
 
-def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
+def _uneven_batch(estimate: Estimate) -> str:
     """Return what it costs that the devices cannot divide the batch evenly."""
     devices, samples = estimate.plan.num_devices, estimate.plan.batch.global_batch_size
     most = math.gcd(devices, samples)
     if most == min(devices, samples) or estimate.plan.batch.replicas < most:
-        return None
+        return ""
     even = Setting("training.global_batch_size", *multiples_around(samples, devices))
-    return AntiPattern(
-        "a batch that does not divide",
+    return (
         f"{samples:,} samples can be divided over {most} of {devices} devices, so that the others "
-        f"have to shard the model; {even} could be divided over all",
+        f"have to shard the model; {even} could be divided over all"
     )
 
 
-def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
+def _over_sharded(estimator: Estimator, estimate: Estimate) -> str:
     plan, time = estimate.plan, estimate.time
     parts = math.prod(plan.size(axis) for axis in MODEL_AXES)
     own = estimator.num_parameters // parts
     if parts == 1 or own >= TINY_SHARD or time.exposed < NOTABLE * time.step:
-        return None
-    return AntiPattern(
-        "over-sharding",
+        return ""
+    return (
         f"{parts} devices share {estimator.num_parameters:,} parameters, {own:,} each, and wait "
         f"{time.exposed / time.step:.0%} of the time for each other. A copy on each device sends "
         f"less: compare with {Setting('mesh.data', plan.num_devices)}, and see how speed grows "
-        "with the number of devices",
+        "with the number of devices"
     )
 
 

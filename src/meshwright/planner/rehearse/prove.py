@@ -17,8 +17,7 @@ from meshwright.hardware import Hardware
 from meshwright.inputs.plan_file import without_planned
 from meshwright.planner.devices.absent_gpus import INSTALL
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.rehearse.figures import Figure, percent
-from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM
+from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM, Figure, percent
 from meshwright.runtime.activity import activity
 from meshwright.text.columns import Columns
 from meshwright.text.units import human_bytes
@@ -37,36 +36,30 @@ class ProvedPlan:
 
     Attributes:
         estimate: the prediction.
-        state: bytes of the training state in the compiled program.
-        total: bytes of the whole program.
-        sent: bytes that a device sends per update, by axis.
+        report: what a rehearsal says about the compiled program.
         for_gpus: whether it was compiled for GPUs. Programs for CPUs are compared in what is the
             same on all devices: state and what is sent.
-        compiled_for: the devices it was compiled for.
-        compile_seconds: how long that took.
     """
 
     estimate: Estimate
-    state: int
-    total: int
-    sent: Mapping[str, int]
+    report: Mapping[str, Any]
     for_gpus: bool
-    compiled_for: str
-    compile_seconds: float
 
     def figures(self) -> list[Figure]:
         """Return what was compiled, with what was predicted."""
         memory, traffic = self.estimate.memory, self.estimate.time.traffic
+        compiled = self.report["memory"]
+        state, whole = compiled["state_bytes"], compiled["total_bytes"]
         total = memory.compiled if self.for_gpus else None
         rest = memory.compiled - memory.state if self.for_gpus else None
         sent = {axis: own.sent_bytes for axis, own in traffic.items()}
         return [
-            Figure("state", self.state, "bytes", "compiled", memory.state),
-            Figure("rest", self.total - self.state, "bytes", "compiled", rest),
-            Figure("total", self.total, "bytes", "compiled", total),
+            Figure("state", state, "bytes", "compiled", memory.state),
+            Figure("rest", whole - state, "bytes", "compiled", rest),
+            Figure("total", whole, "bytes", "compiled", total),
             *(
                 Figure(f"sent over {axis}", own, "bytes", "compiled", sent.get(axis, 0.0))
-                for axis, own in self.sent.items()
+                for axis, own in self.report["sent_bytes"].items()
             ),
         ]
 
@@ -74,8 +67,8 @@ class ProvedPlan:
         """Return it as JSON."""
         return {
             "plan": self.estimate.plan.model_dump(mode="json"),
-            "compiled_for": self.compiled_for,
-            "compile_seconds": self.compile_seconds,
+            "compiled_for": self.report["compiled_for"],
+            "compile_seconds": self.report["compile_seconds"],
             "figures": {
                 each.name: {
                     "predicted": each.predicted,
@@ -106,18 +99,7 @@ def prove(
     proved: list[ProvedPlan] = []
     for number, estimate in enumerate(estimates, start=1):
         with activity(f"compiling plan {number} of {len(estimates)}"):
-            report = compile_plan(estimate)
-        proved.append(
-            ProvedPlan(
-                estimate=estimate,
-                state=report["memory"]["state_bytes"],
-                total=report["memory"]["total_bytes"],
-                sent=report["sent_bytes"],
-                for_gpus=for_gpus,
-                compiled_for=report["compiled_for"],
-                compile_seconds=report["compile_seconds"],
-            )
-        )
+            proved.append(ProvedPlan(estimate, compile_plan(estimate), for_gpus))
     return proved
 
 

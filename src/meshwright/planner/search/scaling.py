@@ -51,22 +51,16 @@ def scaling_curve(
             larger = next((known for known in reversed(found.values()) if known), None)
             found[count] = _best(estimator, task, count, larger)
     fewest = next((found[count] for count in counts if found[count]), None)
-    points = [ScalingPoint(count) for count in counts]
-    if fewest is None:
-        return points
     tokens = task.global_batch_size * estimator.tokens_per_sample
-    return [_point(point, found[point.num_devices], fewest, tokens) for point in points]
+    return [_point(count, found[count], fewest, tokens) for count in counts]
 
 
-def _point(
-    point: ScalingPoint, best: Estimate | None, fewest: Estimate, tokens: int
-) -> ScalingPoint:
-    """Return a point with its best plan, compared with that of the fewest devices."""
-    if best is None:
-        return point
-    devices = point.num_devices / fewest.plan.num_devices
-    efficiency = fewest.time.step / (devices * best.time.step)
-    return ScalingPoint(point.num_devices, best, tokens / best.time.step, efficiency)
+def _point(count: int, best: Estimate | None, fewest: Estimate | None, tokens: int) -> ScalingPoint:
+    """Return the point of a plan, compared with that of the fewest devices."""
+    if best is None or fewest is None:
+        return ScalingPoint(count)
+    efficiency = fewest.time.step / (count / fewest.plan.num_devices * best.time.step)
+    return ScalingPoint(count, best, tokens / best.time.step, efficiency)
 
 
 def enough_devices(points: Sequence[ScalingPoint]) -> ScalingPoint | None:

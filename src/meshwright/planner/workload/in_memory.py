@@ -142,11 +142,7 @@ def working_in(
     ]
     if not kept:
         return 0.0
-    nbytes = timeline.sizes(sizes)[kept]
-    changes = np.zeros(int(end.max()) + 2)
-    np.add.at(changes, start[kept], nbytes)
-    np.add.at(changes, end[kept] + 1, -nbytes)
-    return float(np.cumsum(changes).max())
+    return float(_live(timeline.sizes(sizes)[kept], start[kept], end[kept]).max())
 
 
 def peak_of(timeline: Timeline, sizes: DeviceSizes) -> Peak:
@@ -160,10 +156,7 @@ def peak_of(timeline: Timeline, sizes: DeviceSizes) -> Peak:
     if not lifetimes:
         return Peak(0.0, dict.fromkeys(USES, 0.0))
     nbytes = timeline.sizes(sizes)
-    changes = np.zeros(end.max() + 2)
-    np.add.at(changes, start, nbytes)
-    np.add.at(changes, end + 1, -nbytes)
-    live = np.cumsum(changes)
+    live = _live(nbytes, start, end)
     at = int(live.argmax())
     most = float(live[at])
     uses: dict[Use, float] = dict.fromkeys(USES, 0.0)
@@ -172,6 +165,14 @@ def peak_of(timeline: Timeline, sizes: DeviceSizes) -> Peak:
     packed = _packed(nbytes, start, end, most * PACKED_ARRAYS.value)
     uses["working"] += max(0.0, packed - most)
     return Peak(max(most, packed), uses)
+
+
+def _live(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Return the bytes in memory at each moment."""
+    changes = np.zeros(int(end.max(initial=0)) + 2)
+    np.add.at(changes, start, nbytes)
+    np.add.at(changes, end + 1, -nbytes)
+    return np.cumsum(changes)
 
 
 def _use(each: Lifetime, sizes: DeviceSizes) -> Use:
@@ -190,10 +191,7 @@ def _packed(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray, least: float
     by_size = np.argsort(-nbytes[large], kind="stable")
     by_life = np.lexsort((-nbytes[large], start[large] - end[large]))
     tops = [_top(large[order], nbytes, start, end) for order in (by_size, by_life)]
-    changes = np.zeros(end.max() + 2)
-    np.add.at(changes, start[small], nbytes[small])
-    np.add.at(changes, end[small] + 1, -nbytes[small])
-    return min(tops) + float(np.cumsum(changes).max())
+    return min(tops) + float(_live(nbytes[small], start[small], end[small]).max())
 
 
 def _top(order: np.ndarray, nbytes: np.ndarray, start: np.ndarray, end: np.ndarray) -> float:

@@ -23,7 +23,7 @@ from meshwright.plan import Plan, pipeline_fields, resolve_mesh
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.estimate.estimator import Estimator, make_estimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
 from meshwright.planner.guidance.plan_report import PlanReport, make_report
 from meshwright.planner.guidance.plan_text import report_text
@@ -120,7 +120,7 @@ def data_missing(hardware: str | None) -> UserError:
 def estimator_for(settings: TrainerSettings, batch: Batch) -> Estimator:
     """Return what estimates plans for a trainer's model."""
     planned = settings.mesh if isinstance(settings.mesh, Plan) else settings
-    return make_estimator(
+    return Estimator(
         model_source(settings.model, settings.loss, lambda: batch),
         settings.loss,
         settings.optimizer,
