@@ -13,6 +13,8 @@ from flax import nnx
 import meshwright.models
 from meshwright.models import MODEL_KINDS, build_model, find_builder
 
+pytestmark = pytest.mark.quick
+
 TOKENS = jax.ShapeDtypeStruct((2, 16), jnp.int32)
 IMAGES = jax.ShapeDtypeStruct((2, 28, 28, 1), jnp.float32)
 COLOR_IMAGES = jax.ShapeDtypeStruct((2, 224, 224, 3), jnp.float32)

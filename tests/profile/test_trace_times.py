@@ -14,6 +14,8 @@ from meshwright.profile.events import read_planes
 from meshwright.profile.trace_times import device_numbers, split_times
 from meshwright.profile.traced_collectives import CollectiveNames
 
+pytestmark = pytest.mark.quick
+
 
 def test_overlapped_communication_counts_as_computing():
     gpu = plane(
