@@ -68,7 +68,7 @@ def needs(program):
         ("gpt", "bf16", "dots"),
         pytest.param("gpt", "no", "full", marks=pytest.mark.full),
         pytest.param("vit", "bf16", "none", marks=pytest.mark.full),
-        ("vit", "bf16", "full"),
+        pytest.param("vit", "bf16", "full", marks=pytest.mark.full),
         # An iteration of its loop has two blocks, which are computed again together.
         ("gemma3", "bf16", "none"),
     ],
