@@ -238,6 +238,7 @@ def test_the_picture_of_the_mesh_is_what_inspect_draws():
     assert (ROOT / "docs" / "mesh.svg").read_text() == drawing
 
 
+@pytest.mark.full
 def test_the_program_for_several_processes_trains_in_two():
     page = ROOT / "docs" / "meshes.md"
     program = next(block.text for block in blocks(page) if block.title == "train.py")

@@ -39,6 +39,7 @@ def with_leaf(gradients, path, change):
     return dataclasses.replace(gradients, values=values)
 
 
+@pytest.mark.full
 def test_what_is_not_broken_is_certified():
     assert certify({"data": 2, "fsdp": 2, "tensor": 2}, clip_norm=0.5).equal
 
