@@ -80,6 +80,7 @@ def moments_that_become_float32():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.full
 def test_an_optimizer_whose_state_changes_its_format():
     """The step was compiled for the first update; it is compiled again for the second."""
     assert certify({"fsdp": 2}, model=Plain, optimizer=moments_that_become_float32()).equal

@@ -257,6 +257,7 @@ def test_calling_is_evaluation_and_gradients_are_training():
         drop("half")
 
 
+@pytest.mark.full
 def test_linen_modules_come_back_with_their_values_and_go_on_from_them():
     layers = [jnp.tanh, linen.BatchNorm(use_running_average=False)]
     x = inputs(8, 4)

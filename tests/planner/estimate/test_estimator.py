@@ -235,11 +235,9 @@ def test_what_plans_share_does_not_depend_on_their_order(estimator):
     plans = [
         staged,
         staged.model_copy(update={"schedule": "zb_h1"}),
-        make_plan({"pipe": 2, "fsdp": 2}, microbatches=4, precision="bf16", remat="full"),
         make_plan({"pipe": 4, "fsdp": 2}, microbatches=8, precision="bf16"),
         make_plan({"fsdp": 4}, precision="bf16"),
-        make_plan({"fsdp": 2, "tensor": 2}, precision="bf16", remat="full"),
-        make_plan({"data": 2, "fsdp": 2}, precision="bf16", remat="full"),
+        make_plan({"fsdp": 2, "tensor": 2}, precision="bf16"),
     ]
     fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
     first = [estimator.estimate(plan, on(plan)) for plan in plans]

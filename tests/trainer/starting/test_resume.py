@@ -170,10 +170,7 @@ def test_another_number_of_microbatches_is_warned_of(half, tmp_path):
     assert any(expected in message for message in told)
 
 
-def test_never_must_and_a_path(half, tmp_path):
-    trainer = mw.Trainer(
-        model=lambda rngs: Noisy(rngs), loss=square_loss, optimizer=optax.adamw(0.01), mesh="fsdp=8"
-    )
+def test_never_must_and_a_path(half, trainer, tmp_path):
     given = {"batch_size": BATCH, "run_dir": tmp_path / "new"}
     with pytest.raises(UserError, match='resume="must", and there is no checkpoint'):
         trainer.fit(ARRAYS, steps=11, resume="must", **given)
