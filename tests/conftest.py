@@ -39,6 +39,13 @@ simulate_devices(8)
 activity.MENTIONED_SECONDS = activity.STILL_SECONDS = 3600.0
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out what `make quick` does not run: importing all tests takes seconds."""
+    if config.option.markexpr.startswith("quick") and collection_path.suffix == ".py":
+        return "pytest.mark.quick" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 @pytest.fixture(scope="module")
 def command_line():
     """Let messages spell settings as the command line does."""

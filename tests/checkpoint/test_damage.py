@@ -164,7 +164,7 @@ def _damaged_files():
             yield pytest.param(name, how, marks=() if how == riskier else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("name", "how"), _damaged_files())
+@pytest.mark.parametrize(("name", "how"), list(_damaged_files()))
 def test_a_file_of_the_checkpoint_is_damaged(run, structs, name, how):
     file = run / "checkpoints/4" / name
     if how == "missing":

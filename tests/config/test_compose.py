@@ -307,7 +307,7 @@ def only_user_errors(overrides: list[str]) -> None:
     )
 
 
-@settings(quick, max_examples=20)
+@settings(quick, max_examples=60)
 @given(text=st.text(max_size=12) | st.text("amodel=.{}[]()$~+,:'\"\\ 1", max_size=20))
 def test_no_text_gives_anything_but_a_user_error(text):
     only_user_errors([text])

@@ -76,7 +76,7 @@ def _placed_state():
             yield pytest.param(mesh, zero, id=f"{mesh}-{zero}", marks=marks)
 
 
-@pytest.mark.parametrize(("mesh", "zero"), _placed_state())
+@pytest.mark.parametrize(("mesh", "zero"), list(_placed_state()))
 def test_the_state_is_exact_on_every_mesh(estimator, mesh, zero):
     plan = make_plan(mesh, microbatches=4 if "pipe" in mesh else 1, zero=zero)
     step = assembled_for(plan).step
