@@ -3,8 +3,9 @@
 #   make setup      install into .venv (instant if nothing changed)
 #   make train      train a small GPT on 8 virtual devices
 #   make quick      lint and the fast tests: under 90 seconds on two cores
-#   make test       lint, type checks and tests; installs nothing outside .venv
+#   make test       lint, type checks and tests: under 10 minutes on two cores
 #   make test-all   the same, including the slow tests
+#   make durations  write what each test of make test takes to tests/durations.txt
 #   make test-faults processes that are killed, stopped, slow or preempted; needs make slurm
 #   make format     apply ruff's fixes and formatting
 #   make browser    install Debian's chromium, which the report page tests need
@@ -31,34 +32,10 @@ endif
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := dev,docs,hf,images,parquet,tensorboard
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+EVERYDAY := "not full and not faults"
 
-# The fast tests: they cover every part of the package and compile little.
-QUICK := $(addprefix tests/, \
-  data inputs mesh profile report tasks tracking \
-  checkpoint/test_checksums.py checkpoint/test_older_paths.py checkpoint/test_store.py \
-  compiled/test_divergence.py compiled/test_hlo.py \
-  config/test_base.py config/test_batch.py config/test_distributed_config.py \
-  config/test_environment.py config/test_microbatches.py config/test_origins.py \
-  config/test_schema.py \
-  distributed/test_device_placement.py distributed/test_distributed_trainer.py \
-  distributed/test_mesh_manager.py distributed/test_metrics.py \
-  launch/test_environments.py launch/test_merged_output.py launch/test_options.py \
-  models/test_conv.py models/test_mlp.py models/test_models.py \
-  pipeline/by_hand/test_balance.py pipeline/by_hand/test_layers.py pipeline/schedule \
-  pipeline/test_pipeline_report.py \
-  program/test_backward.py program/blocks/test_block_lists.py program/dims/test_atoms.py \
-  program/dims/test_calls.py program/dims/test_classes.py program/on_mesh/test_pins.py \
-  program/trace/test_model_leaves.py program/trace/test_precision_policy.py \
-  program/trace/test_scopes.py program/trace/test_traced_loss.py \
-  sharding/test_decide.py sharding/test_explain.py sharding/test_placement.py \
-  sharding/test_rules.py sharding/test_shard.py sharding/test_tensor.py \
-  step/test_gradients.py step/test_microbatch.py step/test_scaler.py \
-  trainer/test_trainer.py trainer/test_unknown_arguments.py \
-  test_architecture.py test_deprecations.py test_errors.py test_hardware.py \
-  test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
-  test_weighted.py)
-
-.PHONY: setup train quick test test-all lint types suite test-faults browser slurm docs benchmarks soak peer-benchmarks gpu-benchmarks compiler-benchmarks format clean
+.PHONY: setup train quick test test-all lint types suite durations test-faults browser slurm docs benchmarks soak peer-benchmarks gpu-benchmarks compiler-benchmarks format clean
 
 setup: $(STAMP)
 
@@ -76,9 +53,11 @@ train: setup
 	@$(BIN)/meshwright train simulate=8 mesh.fsdp=4 mesh.tensor=2
 
 quick: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not faults" $(QUICK)
+	@$(PYTEST) -m "quick and not full and not faults"
 
-test: lint types suite
+# Types are checked beside the tests: many of those wait for processes.
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types suite
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -88,18 +67,23 @@ types: setup
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 suite: setup
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not faults"
+	@$(PYTEST) -m $(EVERYDAY)
+
+# What the tests of `make test` take, longest first.
+durations: setup
+	@set -o pipefail; $(PYTEST) -m $(EVERYDAY) --durations=0 --durations-min=0.1 | \
+	  tee >(sed -nE '/^[0-9.]+s (setup|call|teardown) /p' > tests/durations.txt)
 
 # The slow tests also use the real PyTorch and Hugging Face datasets, and run programs that are
 # compiled as for users, which takes longer.
 test-all: lint types
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[$(EXTRAS),test-all]'
-	@XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not faults"
+	@XLA_FLAGS= $(PYTEST) -m "not faults"
 
 # Processes that are killed, stopped or preempted, also in jobs of a real SLURM.
 test-faults: setup
-	@timeout -s INT 1200 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	@timeout -s INT 1200 $(PYTEST) --no-loadscope-reorder \
 		--durations=15 -m faults tests/faults/test_killed_saves.py tests
 
 # The report page tests run in a real browser. Without one they are skipped, and the summary says

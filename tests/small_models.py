@@ -144,6 +144,19 @@ class Residuals(nnx.Module):
         return x
 
 
+class Turns(nnx.Module):
+    """Blocks of two kinds, which take turns."""
+
+    def __init__(self, num_blocks=4, *, rngs=None):
+        rngs = rngs or nnx.Rngs(0)
+        self.blocks = nnx.List([Residual(rngs=rngs) for _ in range(num_blocks)])
+
+    def __call__(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number % 2 else jnp.sin(block(x))
+        return x
+
+
 class Odd(nnx.Module):
     """Sizes nothing divides, parameters without dims, one module called twice, two outputs."""
 

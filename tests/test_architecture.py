@@ -10,6 +10,8 @@ import pytest
 
 from meshwright.cli.commands import COMMANDS
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "meshwright"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("category", [DeprecationWarning, PendingDeprecationWarning, FutureWarning])
 def test_a_warning_of_a_removal_is_an_error(category):

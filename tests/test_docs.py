@@ -143,16 +143,6 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([\w-]+):", MAKEFILE.read_text(), re.M))
 
 
-def test_the_quick_tests_exist():
-    listed = re.search(
-        r"^QUICK := \$\(addprefix tests/,(.*?)\)$", MAKEFILE.read_text(), re.M | re.S
-    )
-    paths = listed[1].replace("\\", " ").split()
-    missing = [path for path in paths if not (ROOT / "tests" / path).exists()]
-    assert paths
-    assert not missing, f"QUICK in the Makefile names tests that are not there: {missing}"
-
-
 def test_a_wrong_exit_code_or_output_is_noticed(capfd):
     good = commands("$ meshwright config mesh.fsdp=x  # exits 2\nerror: `mesh.fsdp=x` is …\n")[0]
     check_command(good, capfd)
@@ -248,6 +238,7 @@ def test_the_picture_of_the_mesh_is_what_inspect_draws():
     assert (ROOT / "docs" / "mesh.svg").read_text() == drawing
 
 
+@pytest.mark.full
 def test_the_program_for_several_processes_trains_in_two():
     page = ROOT / "docs" / "meshes.md"
     program = next(block.text for block in blocks(page) if block.title == "train.py")

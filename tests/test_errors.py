@@ -18,6 +18,8 @@ from meshwright.errors import (
     typed_line,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def test_message_holds_what_why_and_fix_in_this_order():
     error = UserError("the mesh is wrong", why="2 × 3 = 6, not 8", fix="write 2 × 4")

@@ -30,7 +30,7 @@ PRINTED = {
 }
 """A line of each example, and how many differences from one device it prints."""
 
-EVERYDAY = ("data_parallel", "fsdp", "mixed_precision", "several_processes", "tensor_parallel")
+EVERYDAY = ("fsdp", "several_processes")
 
 
 def name_of(path):

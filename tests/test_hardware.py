@@ -25,6 +25,8 @@ from meshwright.hardware import (
     unknown_batch_sizes,
 )
 
+pytestmark = pytest.mark.quick
+
 # Published: dense 16-bit TFLOP/s, memory GB, memory TB/s, fast links GB/s one way, network GB/s.
 PUBLISHED = {
     "V100-16GB": (125, 16, 0.9, 150, 12),

@@ -15,7 +15,7 @@ from meshwright.plan import (
     unused_settings,
 )
 
-pytestmark = pytest.mark.usefixtures("command_line")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("command_line")]
 
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 

@@ -70,8 +70,12 @@ def own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+SHIPPED = [n for n in sorted(group_options()["model"]) if n not in (*PUBLISHED, "hf")]
+EVERYDAY = ("gpt2_nano", "lstm_tiny", "moe_tiny", "conv", "vae", "vit_tiny")
+
+
 @pytest.mark.parametrize(
-    "model", [n for n in sorted(group_options()["model"]) if n not in (*PUBLISHED, "hf")]
+    "model", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in SHIPPED]
 )
 def test_every_model_we_ship_has_a_task_and_data_that_suit_it(model):
     config = config_of(f"model={model}")

@@ -15,6 +15,8 @@ from meshwright.trees import (
     tokens_per_sample,
 )
 
+pytestmark = pytest.mark.quick
+
 BATCH = {"x": np.zeros((8, 3), np.float32), "y": [jax.ShapeDtypeStruct((8,), np.int32)]}
 
 

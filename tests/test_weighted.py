@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from meshwright.weighted import Weighted
+
+pytestmark = pytest.mark.quick
 
 
 def test_unequal_parts_add_up_to_the_mean_of_the_whole():

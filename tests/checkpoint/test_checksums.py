@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.checkpoint.checksums import block_sum, json_checksum, merge_sums, sums_of
 
+pytestmark = pytest.mark.quick
+
 RANDOM = np.random.default_rng(0)
 DTYPES = ["float32", "float16", "int8", "bool", "float64", "complex128", ml_dtypes.bfloat16, "i4"]
 

@@ -1,7 +1,11 @@
 """Checkpoints of earlier versions wrote keys with special characters in another way."""
 
+import pytest
+
 from meshwright.checkpoint.array_paths import as_named_now, names_on_disk
 from meshwright.program.jaxpr.names import key_of, path_text
+
+pytestmark = pytest.mark.quick
 
 
 def test_names_of_earlier_versions_are_found_if_one_path_can_be_meant():

@@ -21,6 +21,8 @@ from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 def state(value):
     return {

@@ -377,7 +377,7 @@ words = st.sampled_from([*flags.split(), *overrides.split()]) | st.text(max_size
 
 
 @settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

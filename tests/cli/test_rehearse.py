@@ -56,6 +56,7 @@ def test_a_rehearsal_needs_no_data_and_agrees_with_the_ledger(capfd, tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_plan_is_rehearsed_by_the_name_of_its_file(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     size = ("model=mlp", "model.widths=[784,64,10]", "optimizer=sgd")
@@ -271,8 +272,8 @@ def test_a_rehearsal_starts_as_many_devices_as_the_hardware_has(tmp_path):
     ("hardware", "said"),
     [
         ("8xH100", "pip install 'jax[cuda12]'"),
-        ("8xMI300X", "what is predicted for MI300X.\n"),
-        ("8xTPU-v5e", "what is predicted for TPU-v5e.\n"),
+        pytest.param(*("8xMI300X", "what is predicted for MI300X.\n"), marks=pytest.mark.full),
+        pytest.param(*("8xTPU-v5e", "what is predicted for TPU-v5e.\n"), marks=pytest.mark.full),
     ],
 )
 def test_a_proof_by_cpu_programs_says_that_it_is_one(capfd, monkeypatch, hardware, said):

@@ -6,6 +6,7 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 
 from meshwright.compiled.compile_program import WORTH_POLISHING, quick_options
 
@@ -42,6 +43,7 @@ print(certify({"fsdp": 2}, model=Plain, steps=4, optimizer=optax.adam(schedule))
 """
 
 
+@pytest.mark.full
 def test_a_large_model_is_certified_with_a_schedule_that_rounds():
     """The warmup computes in float32, where polished code rounds in another way.
 

@@ -8,6 +8,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from meshwright.compiled.divergence import Exchange, divergent_permutes
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"pipe": 2, "fsdp": 2}
 
 

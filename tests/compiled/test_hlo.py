@@ -21,6 +21,8 @@ from meshwright.compiled.hlo import (
 from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.program.jaxpr.names import MODULE_MARK
 
+pytestmark = pytest.mark.quick
+
 TEXT = r"""HloModule jit_f, is_scheduled=true, num_partitions=8, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
 FileNames

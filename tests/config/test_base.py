@@ -10,7 +10,7 @@ from meshwright.config.compose import compose_config
 from meshwright.config.schema import PipelineConfig
 from meshwright.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("command_line")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("command_line")]
 
 
 class Inner(Frozen):

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from meshwright.config.batch import DEFAULT_MICRO_BATCH_SIZE, Batch, nearest_divisors, solve_batch
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 sizes = st.integers(1, 64)
 

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from meshwright.config import DistributedBackend, DistributedConfig
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 
 DOCUMENTED = [

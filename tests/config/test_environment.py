@@ -9,6 +9,8 @@ from meshwright.config.environment import read_environment
 from meshwright.config.launchers import first_host
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",

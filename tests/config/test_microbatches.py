@@ -9,7 +9,7 @@ from meshwright.config.microbatches import nearest_microbatches, solve_pipeline_
 from meshwright.config.schema import PipelineConfig
 from meshwright.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("command_line")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("command_line")]
 
 KEYS = {
     "num_microbatches": r"pipeline\.num_microbatches=(\d+)(?: or (\d+))?",

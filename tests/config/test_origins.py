@@ -5,6 +5,8 @@ import pytest
 from meshwright.config.compose import compose_config, validate
 from meshwright.config.origins import Origin, chosen_keys, flatten, trace_origins
 
+pytestmark = pytest.mark.quick
+
 
 def origins_of(*overrides, config_dir=None) -> dict[str, Origin]:
     composed = compose_config(overrides, config_dir)

@@ -16,6 +16,8 @@ from meshwright.config.schema import (
 )
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_package_offers_its_two_classes_and_nothing_unknown():
     assert meshwright.config.Config is Config

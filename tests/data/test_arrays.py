@@ -8,6 +8,8 @@ from meshwright.data.arrays import array_files
 from meshwright.data.files import MappedArray
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 X, Y = np.random.default_rng(0).normal(size=(10, 3)), np.arange(10)
 IDS = np.array([7, 0, 7])
 

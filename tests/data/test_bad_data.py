@@ -5,6 +5,8 @@ import pytest
 
 from meshwright.cli.main import main
 
+pytestmark = pytest.mark.quick
+
 SMALL = ("model=gpt2_nano", "model.vocab_size=300", "model.context_length=16", "training.steps=2")
 
 

@@ -8,6 +8,8 @@ import pytest
 from meshwright.data.batches import form_of, read_batch, read_batches
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 class Tensor:
     """An array of another library, which NumPy can read."""

@@ -10,6 +10,8 @@ from meshwright.data.indexed_data import SyntheticData
 from meshwright.errors import UserError
 from meshwright.tasks import find_task
 
+pytestmark = pytest.mark.quick
+
 TASK = find_task("language_modeling")(vocab_size=300, context_length=8)
 SHARED = {"sequence_length": 8, "vocab_size": 300}
 

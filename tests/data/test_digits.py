@@ -6,6 +6,8 @@ import pytest
 from meshwright.data.digits import DigitSource
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_sample_is_the_same_whatever_it_is_asked_for_with():
     source = DigitSource()

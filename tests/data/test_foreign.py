@@ -22,6 +22,8 @@ from meshwright.data.protocols import OutOfData
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 COUNT, SIZE = 22, 8
 X = np.random.default_rng(0).normal(size=(COUNT, 3)).astype("float32")
 Y = np.arange(COUNT)

@@ -7,6 +7,8 @@ from PIL import Image
 from meshwright.data.images import image_source
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 SHAPE = (6, 8, 3)
 
 

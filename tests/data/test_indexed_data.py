@@ -15,6 +15,8 @@ from meshwright.tasks.language_modeling import LanguageModeling
 from meshwright.tasks.reconstruction import Reconstruction
 from meshwright.trainer.starting.resume import check_same_run
 
+pytestmark = pytest.mark.quick
+
 
 class Rows:
     def __len__(self):

@@ -13,6 +13,8 @@ from meshwright.data.token_rows import StreamRows
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 ROWS = np.array([1, 4, 5])
 
 

@@ -6,6 +6,8 @@ import pytest
 from meshwright.data import order
 from meshwright.data.order import sample_ids
 
+pytestmark = pytest.mark.quick
+
 METHODS = {"table": 2**20, "network": 1}
 """The most samples sorted into a table: all sizes below, or (nearly) none."""
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from meshwright.data.packing import pack, place
 from meshwright.data.token_rows import PackedRows
 
+pytestmark = pytest.mark.quick
+
 
 def boundaries_of(lengths: list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]).astype(np.int64)

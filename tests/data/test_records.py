@@ -15,6 +15,8 @@ from meshwright.data.parquet import ParquetRows
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 TEXTS = ["first record", "☃", "a third one that is longer than the others", ""]
 RECORDS = [
     {"text": text, "ids": [n, n + 1, n + 2], "x": [n / 2, 1.5], "label": n}

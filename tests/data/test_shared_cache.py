@@ -21,6 +21,8 @@ from meshwright.data.jsonl import JsonLines
 from meshwright.data.text_source import text_source
 from meshwright.runtime import activity
 
+pytestmark = pytest.mark.quick
+
 READ = """
 import sys, time, resource
 from meshwright.data import documents, jsonl, token_cache

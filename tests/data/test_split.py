@@ -6,6 +6,8 @@ import pytest
 from meshwright.data.indexed_data import SourceData
 from meshwright.data.order import split_source
 
+pytestmark = pytest.mark.quick
+
 
 class Numbers:
     def __init__(self, count):

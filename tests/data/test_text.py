@@ -7,6 +7,8 @@ from meshwright.data.text_source import text_source
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 def all_rows(source) -> dict[str, np.ndarray]:
     return source.rows(np.arange(len(source)))

@@ -24,6 +24,8 @@ from meshwright.data.token_rows import StreamRows
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 EARLIER = {
     "jsonl documents": ("58ec449399d261ab", (3531714980, 2028611516, 2692877777)),
     "jsonl stream": ("ab41f31f03b69cd4", (378530305,)),

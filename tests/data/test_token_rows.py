@@ -6,6 +6,8 @@ import pytest
 from meshwright.data.token_rows import StreamRows, documents_of
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 def test_rows_are_consecutive_and_share_a_token():
     source = StreamRows([np.arange(100, 126)], 5, "numbers")

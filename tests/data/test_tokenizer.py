@@ -7,6 +7,8 @@ from tokenizers import Tokenizer
 from meshwright.data.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer, token_dtype
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 TEXTS = ["the mesh", "naïve ☃ text\nof two lines", "  spaces  ", "", "\x00\x7f"]
 
 

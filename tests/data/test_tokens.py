@@ -8,6 +8,8 @@ import pytest
 from meshwright.data.tokens import token_source
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 TOKENS = np.random.default_rng(0).integers(0, 50_000, 10_001)
 
 

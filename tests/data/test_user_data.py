@@ -7,6 +7,8 @@ from meshwright.data.arrays import ArraySource
 from meshwright.data.user_data import IterableData, as_data
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 def batch(step: int, size: int = 4) -> dict[str, np.ndarray]:
     return {"x": step * 100 + np.arange(size)}

@@ -21,6 +21,8 @@ from meshwright.distributed import (
 )
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def placement():

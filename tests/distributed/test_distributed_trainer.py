@@ -9,6 +9,7 @@ from meshwright.distributed import Trainer
 from meshwright.errors import UserError
 
 __all__ = ["quick_compilation"]
+pytestmark = pytest.mark.quick
 
 MODEL = {"kind": "mlp", "widths": [16, 16, 4]}
 TASK = {"kind": "classification", "num_classes": 4, "input_shape": [16]}

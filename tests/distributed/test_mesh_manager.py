@@ -7,6 +7,8 @@ from jax.sharding import AxisType
 from meshwright.distributed import DeviceMeshManager
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def manager():

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 from meshwright.distributed import DeviceMeshManager, DistributedMetrics
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 dm = DistributedMetrics()
 VALUES = np.array([3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0, 6.0], np.float32)
 VECTORS = np.arange(24.0, dtype=np.float32).reshape(8, 3) ** 2

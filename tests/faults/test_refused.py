@@ -21,6 +21,8 @@ def check_refused(done, code: int, *texts: str) -> None:
     assert not done.run.exists()
 
 
+@pytest.mark.full
+@pytest.mark.faults
 def test_an_output_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     compiled = 'raise SystemExit("the loss was compiled")'
@@ -86,6 +88,8 @@ def test_processes_that_differ_are_refused_with_the_difference(tmp_path, what, e
     assert done.err.count("error: the 2 processes are not") == 1
 
 
+@pytest.mark.full
+@pytest.mark.faults
 def test_a_mesh_that_is_not_the_number_of_devices_is_refused_with_meshes_that_fit(tmp_path):
     flags = ("--devices-per-process=2",)
     done = launch(tmp_path, *flags, words=("mesh.fsdp=3", "mesh.data=1")).finish()
@@ -99,8 +103,8 @@ def test_a_mesh_that_is_not_the_number_of_devices_is_refused_with_meshes_that_fi
 
 
 def test_a_peer_that_never_joins_is_named(tmp_path):
-    done = launch(tmp_path, *missing_peers(seconds=5)).finish()
-    check_refused(done, 1, "error: 2 of 4 processes joined, missing processes 2, 3 after 5 s")
+    done = launch(tmp_path, *missing_peers(seconds=2)).finish()
+    check_refused(done, 1, "error: 2 of 4 processes joined, missing processes 2, 3 after 2 s")
 
 
 @pytest.mark.full

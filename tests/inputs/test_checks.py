@@ -9,6 +9,8 @@ from meshwright.config.argument_checks import check_clip_norm, check_count, chec
 from meshwright.errors import UserError
 from meshwright.inputs.checks import check_loss, check_precision, mesh_sizes
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("optimizer", "fix"),

@@ -11,6 +11,7 @@ import meshwright as mw
 
 # What models did with Flax before 0.12 still works, and newer releases warn about it.
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork':DeprecationWarning"),
 ]

@@ -12,6 +12,8 @@ from flax import nnx
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import call_with_rngs, model_source
 
+pytestmark = pytest.mark.quick
+
 BATCH = {"x": jax.ShapeDtypeStruct((8, 3), jnp.float32)}
 
 

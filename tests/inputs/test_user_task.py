@@ -5,6 +5,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.inputs.user_task import read_task
 
+pytestmark = pytest.mark.quick
+
 
 class Own:
     def __init__(self, *, scale: float = 1.0):

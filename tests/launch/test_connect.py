@@ -36,6 +36,7 @@ def launch(*words: str, cwd=None) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_two_processes_with_two_devices_are_one_machine_to_doctor():
     code, out, err = launch("--nprocs=2", "--devices-per-process=2", "--", "doctor", "--json")
     assert code == 0, err

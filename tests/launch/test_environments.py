@@ -9,6 +9,8 @@ from meshwright.errors import UserError
 from meshwright.launch.environments import count_gpus, environments
 from meshwright.launch.options import LaunchOptions
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):

@@ -2,10 +2,13 @@
 
 import io
 
+import pytest
 from library_samples import CRASH, LOST_TASKS
 
 from meshwright.launch.merged_output import MergedOutput
 from meshwright.runtime.attempts import Report
+
+pytestmark = pytest.mark.quick
 
 
 def shown(*outputs: str, reports: dict[int, Report] | None = None) -> list[str]:

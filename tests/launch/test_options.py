@@ -7,6 +7,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.launch.options import parse_launch
 
+pytestmark = pytest.mark.quick
+
 
 def test_flags_stand_before_the_program_and_its_own_stay_with_it():
     flags = ["--nprocs", "2", "--devices-per-process=4", "--"]

@@ -60,9 +60,17 @@ def test_data_parallelism_sends_the_closed_form():
     assert ledger.suspicious == []
 
 
-@pytest.mark.parametrize(("keep", "passes"), [(False, 3), (True, 2)])
-def test_fsdp_sends_the_closed_form(keep, passes):
-    assembled, batch = assembled_for({"fsdp": 8}, keep_gathered=keep)
+@pytest.fixture(scope="module")
+def on_fsdp():
+    """A step on fsdp=8 and its batch."""
+    return assembled_for({"fsdp": 8})
+
+
+@pytest.mark.parametrize(
+    ("keep", "passes"), [(False, 3), pytest.param(True, 2, marks=pytest.mark.full)]
+)
+def test_fsdp_sends_the_closed_form(on_fsdp, keep, passes):
+    assembled, batch = assembled_for({"fsdp": 8}, keep_gathered=True) if keep else on_fsdp
     ledger = make_ledger(assembled, batch)
     leaves = assembled.traced.layout.leaves
     blocks = [x for x in leaves if x.role == "param" and x.path.startswith("blocks")]
@@ -140,8 +148,8 @@ def test_cpus_do_not_show_what_overlaps(on_tensor):
     assert "%" not in str(ledger)
 
 
-def test_a_program_without_pins_is_noticed():
-    assembled, batch = assembled_for({"fsdp": 8})
+def test_a_program_without_pins_is_noticed(on_fsdp):
+    assembled, batch = on_fsdp
     unpinned = dataclasses.replace(assembled.decision, pins={}, gathers={})
     step = TrainStep(assembled.traced, unpinned, assembled.plan, assembled.mesh, optax.adamw(1e-3))
     ledger = make_ledger(dataclasses.replace(assembled, step=step), batch)
@@ -260,7 +268,7 @@ def test_the_ledger_of_something_else_names_what_to_write():
         mw.ledger("gpt", {"x": np.ones((2, 2))})
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.full), "bf16"])
 def test_a_weight_that_several_products_read_has_its_gradients_reduced_once(precision):
     """Read twice as it is, and once transposed, as in a tied autoencoder of two views."""
 

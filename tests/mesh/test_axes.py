@@ -24,7 +24,7 @@ from meshwright.mesh.axes import (
     shown_sizes,
 )
 
-pytestmark = pytest.mark.usefixtures("command_line")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("command_line")]
 
 device_counts = st.integers(1, 1024)
 mesh_sizes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 64), max_size=4)

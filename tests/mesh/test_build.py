@@ -19,6 +19,8 @@ from meshwright.mesh.build import (
     split_across,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def ids(mesh):
     return np.vectorize(lambda device: device.id)(mesh.devices)

@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright.mesh.build import abstract_mesh, build_mesh
 from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def mesh():

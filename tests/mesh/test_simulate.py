@@ -11,6 +11,8 @@ from meshwright.errors import UserError
 from meshwright.mesh.simulate import simulate_devices
 from meshwright.runtime.jax_internals import jax_has_started
 
+pytestmark = pytest.mark.quick
+
 
 def run_python(code):
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}

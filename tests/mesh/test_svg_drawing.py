@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 from meshwright.mesh.build import abstract_mesh, build_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
 
+pytestmark = pytest.mark.quick
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 LAYOUTS = [

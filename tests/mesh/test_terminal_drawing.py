@@ -13,6 +13,8 @@ from meshwright.mesh.picture import picture_of
 from meshwright.mesh.terminal_drawing import MAX_LINES, render_mesh
 from meshwright.text.drawing import INK
 
+pytestmark = pytest.mark.quick
+
 LEGEND_LINES = 12
 
 LAYOUTS = [

@@ -7,6 +7,8 @@ from flax import nnx
 
 from meshwright.models.conv import ConvNet
 
+pytestmark = pytest.mark.quick
+
 IMAGES = np.random.default_rng(0).normal(loc=2.0, size=(4, 8, 8, 1)).astype(np.float32)
 
 

@@ -58,6 +58,7 @@ def count_parameters(model):
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
+@pytest.mark.full
 def test_parameter_count_of_gpt2_124m():
     sizes = {"vocab_size": 50257, "context_length": 1024, "num_blocks": 12}
     build = lambda: GPT(**sizes, hidden_size=768, num_heads=12, rngs=nnx.Rngs(0))  # noqa: E731
@@ -128,6 +129,7 @@ def test_packed_documents_do_not_see_each_other(forward):
     assert np.all(np.abs(before[:, :3] - after[:, :3]).max(axis=-1) > 1e-6)
 
 
+@pytest.mark.full
 def test_a_packed_document_has_the_logits_it_has_alone(double):
     segments = np.array([[1] * 3 + [2] * 5] * 2, dtype=np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3, 4]] * 2, dtype=np.int32)

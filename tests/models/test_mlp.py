@@ -1,9 +1,12 @@
 """MLP: matrix products with ReLU between them."""
 
 import numpy as np
+import pytest
 from flax import nnx
 
 from meshwright.models.mlp import MLP
+
+pytestmark = pytest.mark.quick
 
 
 def test_equals_numpy(fill):

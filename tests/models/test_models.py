@@ -13,6 +13,8 @@ from flax import nnx
 import meshwright.models
 from meshwright.models import MODEL_KINDS, build_model, find_builder
 
+pytestmark = pytest.mark.quick
+
 TOKENS = jax.ShapeDtypeStruct((2, 16), jnp.int32)
 IMAGES = jax.ShapeDtypeStruct((2, 28, 28, 1), jnp.float32)
 COLOR_IMAGES = jax.ShapeDtypeStruct((2, 224, 224, 3), jnp.float32)
@@ -37,7 +39,11 @@ def test_every_kind_has_its_shapes_listed_here():
     assert set(SHAPES) == set(MODEL_KINDS)
 
 
-@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    # A whole ResNet-50 is traced slowly; its output is also that of tests/models/test_resnet.py.
+    [pytest.param(k, marks=[pytest.mark.full] * (k == "resnet")) for k in MODEL_KINDS],
+)
 def test_default_sizes_give_the_documented_output(kind):
     inputs, expected = SHAPES[kind]
     output = nnx.eval_shape(lambda x: build_model(kind, rngs=nnx.Rngs(0))(x), inputs)

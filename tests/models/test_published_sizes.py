@@ -33,7 +33,12 @@ def test_every_file_of_a_language_model_is_tested_here():
     assert files == {*PUBLISHED, *TINY, "gpt2_tiny", "gpt2_nano"}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+EVERYDAY = ("gpt2", "gemma3_1b", "llama3_8b", "qwen3_0.6b")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in PUBLISHED]
+)
 def test_parameters_are_as_many_as_published(name):
     """Every block is the same size, so one of them is counted."""
     blocks = config_of(f"model={name}").model.arguments()["num_blocks"]
@@ -106,7 +111,7 @@ def check_stages(assembled, name):
     ("name", "mesh"),
     [
         ("gemma3_tiny", "pipe=2,data=4"),
-        ("llama3_tiny", "fsdp=4,tensor=2"),
+        pytest.param("llama3_tiny", "fsdp=4,tensor=2", marks=pytest.mark.full),
         ("qwen3_tiny", "fsdp=8"),
     ],
 )

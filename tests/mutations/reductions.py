@@ -125,7 +125,6 @@ MUTATIONS = (
         ("float64 gradients", "float64 loss", "float64 parameters"),
         seen="accumulation without synchronization that is never switched on again",
         names="down.bias",
-        everyday=True,
     ),
     Mutation(
         "the same, in the compiled program",
@@ -178,7 +177,6 @@ MUTATIONS = (
         LEDGER_TOKENS,
         ("fsdp above the minimum",),
         names="fsdp",
-        everyday=True,
     ),
     Mutation(
         "activations get no layout, and the compiler chooses one",

@@ -7,6 +7,8 @@ from flax import nnx
 from pipeline.execute.test_pipelined_loss import put
 from pipeline.models import VOCABULARY, WIDTH, Tokens, tokens_batch, tokens_loss
 
+pytestmark = pytest.mark.quick
+
 BLOCK = WIDTH * 2 * WIDTH + 2 * WIDTH + 2 * WIDTH * WIDTH
 ROWS = 4 * 4
 """Tokens of a microbatch: 4 samples of 4."""

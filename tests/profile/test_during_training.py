@@ -7,6 +7,8 @@ import meshwright as mw
 from meshwright.profile import NoProfiling, Profiling
 from meshwright.profile.profiler import WARM_UP
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def step():

@@ -6,6 +6,8 @@ from trace_planes import event, line, mark, plane
 from meshwright.errors import EnvironmentProblem
 from meshwright.profile.events import read_planes, read_trace
 
+pytestmark = pytest.mark.quick
+
 
 def names(trace) -> list[tuple[int, str]]:
     return [(e.device, e.name) for e in trace.events]

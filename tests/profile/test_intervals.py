@@ -1,9 +1,12 @@
 """Sets of time against sets of integers."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.profile.events import clip, length, merge, subtract
+
+pytestmark = pytest.mark.quick
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 

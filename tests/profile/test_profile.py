@@ -7,7 +7,7 @@ import pytest
 from meshwright.profile import CollectiveTime, DeviceTime, Profile
 from meshwright.profile.profile import advise
 
-pytestmark = pytest.mark.usefixtures("command_line")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("command_line")]
 
 
 def profile(*devices: tuple[float, float, float], waited: float = 0.0, **more) -> Profile:

@@ -18,6 +18,8 @@ from meshwright.profile.trace_times import (
     split_times,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def test_overlapped_communication_counts_as_computing():
     gpu = plane(

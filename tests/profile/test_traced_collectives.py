@@ -4,6 +4,8 @@ import pytest
 
 from meshwright.profile.trace_times import CollectiveNames, TracedCollective
 
+pytestmark = pytest.mark.quick
+
 PROGRAM = """
 HloModule jit_step, num_partitions=8
 

@@ -9,6 +9,8 @@ from small_models import WIDTH, Residuals, square_loss, vectors
 
 from meshwright.program.weight_reads import weights_in_backward
 
+pytestmark = pytest.mark.quick
+
 
 class Chain(nnx.Module):
     """x·A·s + b, looked up rows added, then ·B in a loop, then exp(c)."""

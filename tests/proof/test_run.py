@@ -39,6 +39,7 @@ def with_leaf(gradients, path, change):
     return dataclasses.replace(gradients, values=values)
 
 
+@pytest.mark.full
 def test_what_is_not_broken_is_certified():
     assert certify({"data": 2, "fsdp": 2, "tensor": 2}, clip_norm=0.5).equal
 
@@ -79,6 +80,7 @@ def moments_that_become_float32():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.full
 def test_an_optimizer_whose_state_changes_its_format():
     """The step was compiled for the first update; it is compiled again for the second."""
     assert certify({"fsdp": 2}, model=Plain, optimizer=moments_that_become_float32()).equal

@@ -8,6 +8,8 @@ from report.sample_runs import NUM_LOGGED, UPDATES, write_run
 
 from meshwright.report import make_page, read_run
 
+pytestmark = pytest.mark.quick
+
 if find_browser() is None:
     pytest.skip(
         "no Chromium, so the report page is not tried in a browser; `make browser` installs one",

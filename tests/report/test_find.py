@@ -7,6 +7,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.report.read import find_runs
 
+pytestmark = pytest.mark.quick
+
 
 def make_run(folder, age):
     folder.mkdir(parents=True)

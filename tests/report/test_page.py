@@ -5,7 +5,11 @@ import hashlib
 import json
 import re
 
+import pytest
+
 from meshwright.report import make_page
+
+pytestmark = pytest.mark.quick
 
 
 def run(**parts):

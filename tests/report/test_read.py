@@ -8,6 +8,8 @@ from report.sample_runs import NUM_LOGGED, write_run
 
 from meshwright.report.read import downsample, read_curves, read_run
 
+pytestmark = pytest.mark.quick
+
 
 def write_lines(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

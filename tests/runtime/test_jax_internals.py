@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from meshwright.mesh.build import build_mesh
 from meshwright.runtime import jax_internals
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "src" / "meshwright" / "runtime" / "jax_internals.py"
 CHECKED_FOLDERS = ("src", "tests", "benchmarks")

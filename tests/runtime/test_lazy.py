@@ -9,6 +9,8 @@ import meshwright
 from meshwright import config, distributed, pipeline
 from meshwright.runtime.lazy import lazy_names
 
+pytestmark = pytest.mark.quick
+
 
 def test_names_and_modules_are_found_and_others_refused():
     units = {"counted": "meshwright.text.units"}

@@ -23,6 +23,8 @@ from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.sharding.decide import decide
 
+pytestmark = pytest.mark.quick
+
 
 def decision(build, loss, batch, sizes, *, rolled=False, trainable=nnx.Param, **config):
     _, traced = trace(build, loss, batch, rolled=rolled, trainable=trainable)

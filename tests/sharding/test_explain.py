@@ -6,6 +6,8 @@ from pipeline.models import VOCABULARY, WIDTH, Tokens, tokens_batch, tokens_loss
 
 from meshwright.sharding.explain import explain
 
+pytestmark = pytest.mark.quick
+
 
 def reports(mesh, schedule=None):
     assembled = put(lambda: Tokens(4), tokens_loss, tokens_batch(), mesh, schedule, chunks=2)

@@ -16,6 +16,8 @@ from meshwright.sharding.placement import (
 )
 from meshwright.sharding.rules import by_rule
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"data": 2, "fsdp": 4, "tensor": 2}
 
 

@@ -30,6 +30,8 @@ from meshwright.sharding.decide import decide
 from meshwright.sharding.explain import explain
 from meshwright.sharding.rules import check_rules, matches
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"fsdp": 2, "tensor": 2}
 
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 rng = np.random.default_rng(0)
 
 

@@ -34,6 +34,8 @@ from sharding.tensor_models import (
 from meshwright.errors import UserError
 from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
 
+pytestmark = pytest.mark.quick
+
 DEVICES = 4
 
 

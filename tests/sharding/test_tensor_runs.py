@@ -76,13 +76,13 @@ def spec(dim, rank):
     return PartitionSpec(*("tensor" if d == dim else None for d in range(rank)))
 
 
-ALSO_IN_PARITY = ("stacked", "recurrent", "modern", "experts", "gpt")
-"""Kinds that a proof covers as well."""
+EVERYDAY = ("library", "grouped")
+"""Kinds that no proof covers; the others are also in tests/parity."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.full) if n in ALSO_IN_PARITY else n for n in RUNS],
+    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in RUNS],
 )
 def test_a_step_on_four_devices_equals_one_device(name):
     make, loss, batch, (least, most) = RUNS[name]

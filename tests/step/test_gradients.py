@@ -9,6 +9,8 @@ from meshwright import Weighted
 from meshwright.program.trace.traced_loss import LossValue
 from meshwright.step.gradients import accumulate_gradients, compute_gradients
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def _double_precision():

@@ -135,7 +135,7 @@ def reductions(assembled):
     return re.findall(r" = (.*?) all-reduce\(", lowered.compile().as_text())
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_between_processes_on_cpus_all_gradients_are_one_array(through_gloo, count):
     joined = step_for({"data": 4}, 1, count=count)
     whole = step_for({}, 1, count=count)

@@ -13,6 +13,8 @@ from meshwright.step.state import (
     all_finite,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def schedule(finite):
     """Return (scale, skipped) after a sequence of updates, written out in Python."""

@@ -9,6 +9,8 @@ from meshwright.compiled.collectives import read_collectives
 from meshwright.mesh.build import build_mesh
 from meshwright.step.place_batch import split_strided
 
+pytestmark = pytest.mark.quick
+
 MESHES = [({"data": 8}, "data"), ({"data": 2, "fsdp": 4}, ("data", "fsdp")), ({"tensor": 8}, None)]
 
 

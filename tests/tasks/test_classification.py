@@ -7,6 +7,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.tasks.classification import Classification
 
+pytestmark = pytest.mark.quick
+
 LOGITS = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 LABELS = np.array([0, 2, 1, 1, 0], np.int32)
 NATS = np.log(np.exp(LOGITS).sum(axis=-1)) - LOGITS[np.arange(5), LABELS]

@@ -8,6 +8,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshwright.tasks.task import cross_entropy, is_correct
 
+pytestmark = pytest.mark.quick
+
 RANDOM = np.random.default_rng(0)
 LOGITS = RANDOM.normal(scale=5.0, size=(4, 6, 32))
 LABELS = RANDOM.integers(32, size=(4, 6)).astype(np.int32)

@@ -8,6 +8,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.tasks.language_modeling import LanguageModeling
 
+pytestmark = pytest.mark.quick
+
 VOCAB = 16
 TASK = LanguageModeling(vocab_size=VOCAB, context_length=6)
 RANDOM = np.random.default_rng(0)

@@ -9,6 +9,8 @@ import pytest
 
 from meshwright.tasks.reconstruction import Reconstruction, bernoulli_nats, normal_kl
 
+pytestmark = pytest.mark.quick
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.uniform(size=(4, 5)).astype(np.float32)
 LOGITS = RANDOM.normal(scale=3.0, size=(4, 5))

@@ -6,6 +6,8 @@ import pytest
 
 from meshwright.tasks import TASK_KINDS, find_task
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("kind", TASK_KINDS)
 def test_synthetic_batch_fits_the_example_batch(kind):

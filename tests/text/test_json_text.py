@@ -6,6 +6,8 @@ import pytest
 
 from meshwright.text.json_text import finite, parse_json
 
+pytestmark = pytest.mark.quick
+
 
 def test_numbers_that_json_cannot_hold_become_null_at_any_depth():
     value = {"a": [1.5, math.nan, (math.inf, "x")], 2: {"b": -math.inf}, "c": True}

@@ -4,6 +4,8 @@ import pytest
 
 from meshwright.text.units import a_type, counted
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("count", "words", "text"),

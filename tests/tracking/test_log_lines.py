@@ -13,6 +13,8 @@ from meshwright.tracking.log_lines import (
     human_seconds,
 )
 
+pytestmark = pytest.mark.quick
+
 FACTS = {
     "plan": "fsdp=4 × tensor=2, batch 16",
     "devices": {"count": 8, "kind": "cpu", "processes": 2},

@@ -7,6 +7,8 @@ from rich.console import Console
 
 from meshwright.tracking.progress import ProgressTracker
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def screen():

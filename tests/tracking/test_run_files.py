@@ -7,6 +7,8 @@ import pytest
 
 from meshwright.tracking.run_files import RunFiles, repair_last_line, run_name
 
+pytestmark = pytest.mark.quick
+
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

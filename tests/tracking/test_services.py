@@ -14,6 +14,8 @@ from meshwright.tracking.tensorboard import TensorBoardTracker
 from meshwright.tracking.tracker import Background, NullTracker, Trackers
 from meshwright.tracking.wandb import WandbTracker
 
+pytestmark = pytest.mark.quick
+
 
 def install(monkeypatch, name, **members):
     module = types.ModuleType(name)

@@ -12,6 +12,8 @@ from meshwright.config.schema import TrackingConfig
 from meshwright.errors import UserError
 from meshwright.tracking import make_trackers
 
+pytestmark = pytest.mark.quick
+
 
 def test_files_and_lines_are_written_always_and_nothing_to_stdout(tmp_path, capfd):
     trackers = make_trackers(TrackingConfig(), tmp_path, total_updates=2)

@@ -7,6 +7,8 @@ import pytest
 
 from meshwright.tracking.tracker import Trackers
 
+pytestmark = pytest.mark.quick
+
 
 class Recorder:
     """Remembers what it was told."""

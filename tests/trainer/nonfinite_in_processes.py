@@ -10,7 +10,7 @@ from flax import nnx
 import meshwright as mw
 
 RNG = np.random.default_rng(0)
-BATCHES = [{"x": RNG.normal(size=(4, 8)).astype("float32")} for _ in range(12)]
+BATCHES = [{"x": RNG.normal(size=(4, 8)).astype("float32")} for _ in range(8)]
 
 
 def spoiled(number):
@@ -28,7 +28,7 @@ def loss(model, batch):
     return (model(batch["x"]) ** 2).mean()
 
 
-def fit(trainer, data, folder, steps=8):
+def fit(trainer, data, folder, steps=5):
     return trainer.fit(
         data,
         steps=steps,
@@ -68,7 +68,7 @@ def main(address, number, folder):
         said["stop"] = [error.what, error.why, int(error.exit_code)]
     # The same compiled step serves the other policies.
     trainer.on_nonfinite = "skip"
-    skipped = fit(trainer, spoiled(3), f"{folder}/skip", steps=9)
+    skipped = fit(trainer, spoiled(3), f"{folder}/skip", steps=6)
     trainer.on_nonfinite = "rewind"
     back = fit(trainer, spoiled(3), f"{folder}/rewind")
     clean = fit(trainer, without(3), f"{folder}/clean")

@@ -24,13 +24,13 @@ def test_two_processes_resume_bit_for_bit_and_one_process_goes_on(tmp_path):
     np.testing.assert_allclose(said[0]["eval"][0], error.mean(), rtol=1e-6)
     assert "a list_iterator cannot feed 2 processes" in said[0]["iterable"]
     lines = (tmp_path / "parts/events.jsonl").read_text().splitlines()
-    assert [e["update"] for e in map(json.loads, lines) if e["kind"] == "resume"] == [3]
+    assert [e["update"] for e in map(json.loads, lines) if e["kind"] == "resume"] == [2]
     # One process on other devices reads what two wrote, and goes on with the same samples.
     alone = trainer("data=2", devices=jax.devices()[:2]).fit(
         DATA,
-        steps=6,
+        steps=4,
         batch_size=8,
         run_dir=tmp_path / "alone",
-        resume=str(tmp_path / "parts/checkpoints/3"),
+        resume=str(tmp_path / "parts/checkpoints/2"),
     )
-    np.testing.assert_allclose(list(alone.losses.values()), said[0]["whole"][3:], rtol=1e-5)
+    np.testing.assert_allclose(list(alone.losses.values()), said[0]["whole"][2:], rtol=1e-5)

@@ -37,14 +37,14 @@ def run(folder):
         assert stop.code == 75
     return trainer.result
 
-runs = [run(f"{sys.argv[4]}/{n}") for n in range(2)]
+runs = [run(f"{sys.argv[4]}/{n}") for n in range(int(sys.argv[5]))]
 jax.distributed.shutdown()
 print(json.dumps([[run.updates, run.interrupted, run.stopped] for run in runs]))
 """
 
 
 def test_all_stop_after_the_same_update_soon_after_a_signal_to_one(tmp_path):
-    first, second = run_processes(PROGRAM, ["[1]", str(tmp_path)], count=2)
+    first, second = run_processes(PROGRAM, ["[1]", str(tmp_path), "1"], count=2)
     assert first == second
     for number, (updates, interrupted, stopped) in enumerate(first):
         assert (interrupted, stopped) == (True, "SIGTERM asked to stop")
@@ -55,6 +55,6 @@ def test_all_stop_after_the_same_update_soon_after_a_signal_to_one(tmp_path):
 
 @pytest.mark.full
 def test_all_stop_after_the_same_update_when_all_get_the_signal(tmp_path):
-    first, second = run_processes(PROGRAM, ["[0, 1]", str(tmp_path)], count=2)
+    first, second = run_processes(PROGRAM, ["[0, 1]", str(tmp_path), "2"], count=2)
     assert first == second
     assert all(interrupted and updates < 80 for updates, interrupted, _ in first)

@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
 
 __all__ = ["quick_module"]
-pytestmark = pytest.mark.usefixtures("quick_module")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("quick_module")]
 
 WIDTH = 16
 

@@ -9,6 +9,8 @@ from flax import nnx
 import meshwright as mw
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 def trainer(**more):
     return mw.Trainer(

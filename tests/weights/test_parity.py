@@ -22,7 +22,12 @@ def assert_same_logits(model, name):
     assert np.abs(ours - logits).max() <= TOLERANCE * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+EVERYDAY = ("gpt2", "llama", "gemma3")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in FOLDERS]
+)
 def test_logits_equal_those_of_transformers(name):
     assert_same_logits(mw.load_model(HF / name), name)
 

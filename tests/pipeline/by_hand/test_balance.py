@@ -7,6 +7,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.pipeline.by_hand.balance import balance
 
+pytestmark = pytest.mark.quick
+
 
 def worst(costs, groups):
     return max(sum(costs[n] for n in group) for group in groups)

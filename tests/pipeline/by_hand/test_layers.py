@@ -10,6 +10,8 @@ from small_models import fill
 from meshwright.errors import UserError
 from meshwright.pipeline.by_hand.layers import read_layers
 
+pytestmark = pytest.mark.quick
+
 
 class Transposed(nnx.Module):
     """Multiplies by another layer's weights."""

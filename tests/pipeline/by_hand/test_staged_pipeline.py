@@ -70,7 +70,9 @@ def one_device(stages, x, y):
     return quick(jax.value_and_grad(loss))(params)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    "schedule", [*(pytest.param(s, marks=pytest.mark.full) for s in ("gpipe", "1f1b")), "zb_h1"]
+)
 def test_four_different_stages_give_the_gradients_of_one_device(schedule):
     x, y = inputs(), labels()
     expected, gradients = one_device(mlp_stages(), x, y)
@@ -255,6 +257,7 @@ def test_calling_is_evaluation_and_gradients_are_training():
         drop("half")
 
 
+@pytest.mark.full
 def test_linen_modules_come_back_with_their_values_and_go_on_from_them():
     layers = [jnp.tanh, linen.BatchNorm(use_running_average=False)]
     x = inputs(8, 4)

@@ -101,7 +101,7 @@ def compare(name, mesh, schedule, *, blocks=4, **options):
     ("schedule", "mesh", "options"),
     [
         # Six blocks on four stages; gradients reduced once for four microbatches.
-        ("gpipe", {"pipe": 4}, {"blocks": 6}),
+        pytest.param("gpipe", {"pipe": 4}, {"blocks": 6}, marks=pytest.mark.full),
         ("1f1b", CUBE, {}),
         ("interleaved", {"pipe": 2, "data": 4}, {"every": 4}),
         ("zb_h1", {"pipe": 4}, {}),

@@ -2,8 +2,12 @@
 
 from fractions import Fraction
 
+import pytest
+
 from meshwright.pipeline.schedule.advice import bubble_with, imbalance, pipeline_warnings
 from meshwright.pipeline.schedule.schedules import get_schedule
+
+pytestmark = pytest.mark.quick
 
 
 def test_enough_equal_work_gives_no_warning():

@@ -15,6 +15,8 @@ from meshwright.pipeline.schedule.schedules import (
 )
 from meshwright.pipeline.schedule.timeline import in_flight, simulate
 
+pytestmark = pytest.mark.quick
+
 ALL = [GPipe(), OneForwardOneBackward(), Interleaved(2), Interleaved(3), ZeroBubbleH1()]
 SIZES = [(1, 1), (4, 1), (2, 2), (8, 2), (6, 3), (4, 4), (8, 4), (16, 4), (16, 8)]
 

@@ -16,6 +16,8 @@ from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing, timeline_svg
 from meshwright.plan import Plan
 
+pytestmark = pytest.mark.quick
+
 
 @functools.cache
 def timeline_of(name, microbatches, stages):

@@ -75,7 +75,14 @@ def test_losses_of_single_samples_are_not():
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2_nano", "gemma3_tiny", "vit_tiny", "vae", "mlp", "lstm_tiny", "moe_tiny"]
+    "name",
+    [
+        *("gpt2_nano", "vae", "lstm_tiny", "moe_tiny"),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("gemma3_tiny", "vit_tiny", "mlp")
+        ),
+    ],
 )
 def test_known_models_do_not_compare_samples(name):
     config = validate(compose_config([f"model={name}", "data=synthetic"]))

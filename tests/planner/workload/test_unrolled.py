@@ -65,10 +65,10 @@ def needs(program):
     ("kind", "precision", "remat"),
     [
         pytest.param("gpt", "bf16", "none", marks=pytest.mark.full),
-        ("gpt", "bf16", "dots"),
+        pytest.param("gpt", "bf16", "dots", marks=pytest.mark.full),
         pytest.param("gpt", "no", "full", marks=pytest.mark.full),
         pytest.param("vit", "bf16", "none", marks=pytest.mark.full),
-        ("vit", "bf16", "full"),
+        pytest.param("vit", "bf16", "full", marks=pytest.mark.full),
         # An iteration of its loop has two blocks, which are computed again together.
         ("gemma3", "bf16", "none"),
     ],

@@ -11,6 +11,8 @@ from small_models import WIDTH, Residual, Residuals, square_loss, vectors
 from meshwright.program.blocks.block_lists import find_block_lists, pattern_of
 from meshwright.program.blocks.to_scan import roll_program
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def _double_precision():

@@ -10,6 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 from meshwright.program.dims import LeafLabel, find_dim_classes
 from meshwright.program.jaxpr.names import MODULE_MARK
 
+pytestmark = pytest.mark.quick
+
 
 def analyse(function, *shapes, roles=None):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

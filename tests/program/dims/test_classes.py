@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from meshwright.program.dims import LeafLabel, Roles, find_dim_classes
 from meshwright.program.jaxpr.names import MODULE_MARK
+
+pytestmark = pytest.mark.quick
 
 SAMPLES, INPUTS, HIDDEN, OUTPUTS = 6, 5, 7, 3
 FLOAT = 4

@@ -2,10 +2,13 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.program.dims.factors import Factors, factors_of
+
+pytestmark = pytest.mark.quick
 
 
 def ids(dim):

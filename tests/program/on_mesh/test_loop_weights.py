@@ -151,12 +151,17 @@ def check_minimum(ledger):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("own LSTM", "data=8"), ("LSTM", "fsdp=4,tensor=2"), ("block twice", "data=8")],
+    [
+        pytest.param("own LSTM", "data=8", marks=pytest.mark.full),
+        ("LSTM", "fsdp=4,tensor=2"),
+        ("block twice", "data=8"),
+    ],
 )
 def test_gradients_of_weights_read_many_times_are_reduced_once(name, mesh):
     check_minimum(trainer(name, mesh).ledger(tokens()))
 
 
+@pytest.mark.full
 def test_the_length_of_a_sequence_does_not_change_what_is_sent():
     sent = [
         trainer("own LSTM", "data=8").ledger(tokens(length)).axes["data"].sent_bytes

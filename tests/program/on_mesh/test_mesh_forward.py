@@ -9,16 +9,22 @@ import optax
 import pytest
 from flax import nnx
 from program.programs import QUICK, assert_close, quick
-from small_models import WIDTH, Residuals, double, plain_gradients, square_loss, vectors
+from small_models import (
+    WIDTH,
+    Residuals,
+    Turns,
+    double,
+    plain_gradients,
+    square_loss,
+    vectors,
+)
 from step.runs import filled, put_together
 
 import meshwright as mw
 from meshwright.compiled.collectives import read_collectives
 from meshwright.compiled.compile_program import compile_program
 from meshwright.compiled.memory import memory_of
-from meshwright.models import build_model
 from meshwright.program.evaluate.widen import widen
-from meshwright.tasks import find_task
 
 EVERY = [
     {"remat": remat, "keep_gathered": keep, "blocks": blocks}
@@ -183,21 +189,17 @@ def test_half_precision_gradients_are_summed_over_devices_in_float32():
     assert_close(assembled.canonical_params(gradients), plain, 2**-6)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=FULL), "bf16"])
 def test_blocks_beside_a_loop_are_recomputed_like_those_in_it(precision):
-    """Of five blocks, every second one global, two pairs are rolled and one block is left over."""
-    sizes = {"vocab_size": 64, "context_length": 8, "num_blocks": 5, "hidden_size": 16,
-             "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_size": 32,
-             "sliding_window": 4, "global_every": 2}  # fmt: skip
-    task = find_task("language_modeling")(vocab_size=64, context_length=8)
+    """Of five blocks of two kinds in turn, two pairs are rolled and one block is left over."""
     trainer = mw.Trainer(
-        model=lambda rngs: build_model("gemma3", rngs=rngs, **sizes),
-        loss=task.loss,
+        model=lambda rngs: Turns(5, rngs=rngs),
+        loss=square_loss,
         optimizer=optax.sgd(0.1),
         mesh="data=2",
         devices=jax.devices()[:2],
         precision=precision,
         sharding=mw.ShardingConfig(blocks="scan", remat="dots"),
     )
-    certificate = trainer.verify(lambda step: task.synthetic_batch(step, 4), steps=1)
+    certificate = trainer.verify(lambda step: vectors(4, seed=step), steps=1)
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]

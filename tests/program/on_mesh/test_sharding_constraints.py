@@ -23,6 +23,8 @@ from small_models import (
 from meshwright.config.schema import ShardingConfig
 from meshwright.sharding.decide import decide
 
+pytestmark = pytest.mark.quick
+
 
 def constraints(build, loss, batch, sizes, *, rolled=False, compute=None):
     """Return (shape, spec) of every constrained variable, and the program."""

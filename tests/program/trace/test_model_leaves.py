@@ -11,6 +11,8 @@ from meshwright.errors import UserError
 from meshwright.program.trace.build_model import describe_model
 from meshwright.program.trace.model_leaves import split_model
 
+pytestmark = pytest.mark.quick
+
 
 def paths(model_leaves, role):
     return [model_leaves.leaves[i].path for i in model_leaves.indices(role)]

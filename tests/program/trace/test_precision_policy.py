@@ -18,6 +18,8 @@ from small_models import (
 
 from meshwright.program.trace.precision_policy import cast_floats
 
+pytestmark = pytest.mark.quick
+
 
 def dot_formats(traced):
     return {str(v.aval.dtype) for eqn in dots(traced.closed) for v in eqn.invars}

@@ -10,6 +10,8 @@ from small_models import WIDTH, Residual, Residuals, fill, numbers, square_loss,
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.trace.scopes import module_scopes
 
+pytestmark = pytest.mark.quick
+
 X = numbers(4, WIDTH)
 
 

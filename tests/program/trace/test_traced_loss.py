@@ -28,6 +28,8 @@ from meshwright import Weighted
 from meshwright.errors import UserError
 from meshwright.program.trace.traced_loss import read_loss
 
+pytestmark = pytest.mark.quick
+
 CASES = {
     "gpt": (builder("gpt"), *task_batch("gpt")),
     "linen": (builder("linen_mlp"), *task_batch("linen_mlp")),

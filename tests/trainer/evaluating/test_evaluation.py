@@ -16,7 +16,11 @@ from meshwright.errors import UserError
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
 
-MESHES = ["data=8", "fsdp=4,tensor=2", "pipe=2,data=4"]
+MESHES = [
+    "fsdp=4,tensor=2",
+    "pipe=2,data=4",
+    pytest.param("data=8", marks=pytest.mark.full),
+]
 
 
 class Block(nnx.Module):
@@ -31,7 +35,7 @@ class Block(nnx.Module):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
         self.head = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x):
@@ -66,7 +70,7 @@ def plain(model, batch):
     return float(value), float(metrics["largest"].total / metrics["largest"].weight)
 
 
-@pytest.mark.parametrize("count", [100, 400, 3])
+@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.full), 3])
 def test_every_sample_counts_exactly_once(result, count):
     held_out = samples(count)
     values = result.evaluate(held_out)

@@ -48,8 +48,8 @@ class Noisy(nnx.Module):
         return self.blocks(x) + self.norms(x)
 
 
-def train(folder, steps, mesh="fsdp=4,tensor=2", model=Noisy, count=8, **settings):
-    trainer = mw.Trainer(
+def make_trainer(mesh="fsdp=4,tensor=2", model=Noisy, count=8, **settings):
+    return mw.Trainer(
         model=lambda rngs: model(rngs),
         loss=square_loss,
         optimizer=optax.adamw(0.01),
@@ -59,7 +59,10 @@ def train(folder, steps, mesh="fsdp=4,tensor=2", model=Noisy, count=8, **setting
         devices=jax.devices()[:count],
         **settings,
     )
-    seen = Seen()
+
+
+def train(folder, steps, trainer=None, restart=False, **settings):
+    trainer, seen = trainer or make_trainer(**settings), Seen()
     result = trainer.fit(
         ARRAYS,
         steps=steps,
@@ -67,21 +70,28 @@ def train(folder, steps, mesh="fsdp=4,tensor=2", model=Noisy, count=8, **setting
         run_dir=folder,
         callbacks=[seen],
         checkpoint=CheckpointConfig(every=5),
+        restart=restart,
     )
     return result, seen.losses
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, quick_module):
-    """Twenty updates in one go."""
-    return train(tmp_path_factory.mktemp("whole"), 20)
+def trainer(quick_module):
+    """What trains both, compiled once."""
+    return make_trainer()
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory, quick_module):
+def whole(tmp_path_factory, trainer):
+    """Twenty updates in one go."""
+    return train(tmp_path_factory.mktemp("whole"), 20, trainer, restart=True)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory, trainer):
     """The folder of the first ten updates."""
     folder = tmp_path_factory.mktemp("half")
-    train(folder, 10)
+    train(folder, 10, trainer, restart=True)
     return folder
 
 
@@ -160,10 +170,7 @@ def test_another_number_of_microbatches_is_warned_of(half, tmp_path):
     assert any(expected in message for message in told)
 
 
-def test_never_must_and_a_path(half, tmp_path):
-    trainer = mw.Trainer(
-        model=lambda rngs: Noisy(rngs), loss=square_loss, optimizer=optax.adamw(0.01), mesh="fsdp=8"
-    )
+def test_never_must_and_a_path(half, trainer, tmp_path):
     given = {"batch_size": BATCH, "run_dir": tmp_path / "new"}
     with pytest.raises(UserError, match='resume="must", and there is no checkpoint'):
         trainer.fit(ARRAYS, steps=11, resume="must", **given)

@@ -25,7 +25,7 @@ class Net(nnx.Module):
     """Blocks, dropout and batch statistics."""
 
     def __init__(self, rngs, extra=0):
-        self.blocks = Residuals(2, rngs=rngs)
+        self.blocks = Residuals(1, rngs=rngs)
         self.norms = Norms(rngs=rngs)
         if extra:
             self.extra = nnx.Linear(16, extra, rngs=rngs)
@@ -108,7 +108,7 @@ def test_a_result_saves_itself_and_resumes(run, tmp_path):
     assert_same_model(mw.load_model(tmp_path / "saved", model=Net), result)
     for path, array in mw.read_params(folder).items():
         np.testing.assert_array_equal(result.params[path], array, err_msg=path)
-    again = trainer(mesh="data=8").fit(
+    again = trainer(mesh="data=2", devices=jax.devices()[:2]).fit(
         ARRAYS, steps=4, batch_size=16, run_dir=tmp_path / "new", resume=str(tmp_path / "saved")
     )
     assert list(again.losses) == [4]
