@@ -32,7 +32,9 @@ endif
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := dev,docs,hf,images,parquet,tensorboard
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# How many workers: -n 3 may be faster where tests wait for processes.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 EVERYDAY := "not full and not faults"
 
 .PHONY: setup train quick test test-all lint types suite durations test-faults browser slurm docs benchmarks soak peer-benchmarks gpu-benchmarks compiler-benchmarks format clean
