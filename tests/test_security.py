@@ -19,7 +19,7 @@ IMPORTS_BY_NAME = {
     "cli/main.py",  # the module of a command, from a table
     "config/builders.py",  # what the user's config names
     "data/config_data.py",  # tables of names of this package
-    "lazy.py",
+    "runtime/lazy.py",
     "models/__init__.py",
     "tasks/__init__.py",
     "drill/worker.py",  # this package

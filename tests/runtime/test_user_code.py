@@ -112,7 +112,7 @@ def test_debug_shows_everything(own, capfd):
     err = capfd.readouterr().err
     assert code == 2
     assert "Traceback (most recent call last)" in err
-    assert "recipe.py" in err
+    assert "main.py" in err
 
 
 def test_in_python_the_exception_is_the_users_own_with_a_note(own):

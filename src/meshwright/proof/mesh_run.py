@@ -133,8 +133,8 @@ def canonical_values(assembled: Assembled, state: TrainState) -> Leaves:
     layout = assembled.traced.layout
     values = assembled.step.leaf_values(state)
     # Fetch stacks before splitting them: slicing on the host compiles nothing.
-    fetched = fetch({str(number): value for number, value in enumerate(values)})
-    canonical = layout.to_canonical(list(fetched.values()))
+    fetched = fetch({step.leaf.path: v for step, v in zip(layout.step_leaves, values, strict=True)})
+    canonical = layout.to_canonical([fetched[step.leaf.path] for step in layout.step_leaves])
     return {leaf.path: value for leaf, value in zip(layout.leaves, canonical, strict=True)}
 
 
