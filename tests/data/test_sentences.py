@@ -11,6 +11,7 @@ from meshwright.data.sentences import (
     sentences,
 )
 from meshwright.data.text_source import text_source
+from meshwright.errors import UserError
 
 
 def test_every_sentence_follows_the_grammar_and_they_are_always_the_same():
@@ -39,3 +40,11 @@ def test_text_without_a_path_is_the_sentences():
     rows = source.rows(np.arange(3))["tokens"]
     assert source.tokenizer.decode(rows[0]) == "\n".join(sentences(2))[:17]
     assert sentence_file().read_text().splitlines() == sentences(NUM_SENTENCES)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="cannot write the built-in text") as caught:
+        sentence_file()
+    assert "XDG_CACHE_HOME" in caught.value.fix

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.runtime.host_machine import user_cache
 
 NUM_SENTENCES = 20_000
@@ -40,12 +41,20 @@ _SENTENCE = re.compile(
 def sentence_file() -> Path:
     """Return a file of sentences, a line each, which is written on first use."""
     path = user_cache("text") / f"sentences-{_VERSION}.txt"
-    if not path.exists():
+    if path.exists():
+        return path
+    # Several processes may write it at once, each the same.
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may write it at once, each the same.
-        part = path.with_suffix(f".{os.getpid()}")
         part.write_text("\n".join(sentences(NUM_SENTENCES)))
         part.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the built-in text to {path}",
+            why=str(error),
+            fix=f"set XDG_CACHE_HOME to a folder for caches, or write {Setting('data.path', ANY)}",
+        ) from error
     return path
 
 
