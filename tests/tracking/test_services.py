@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from meshwright.tracking.mlflow import MlflowTracker
 from meshwright.tracking.tensorboard import TensorBoardTracker
-from meshwright.tracking.tracker import Background, NullTracker, Trackers
+from meshwright.tracking.tracker import Background, Tracker, Trackers
 from meshwright.tracking.wandb import WandbTracker
 
 pytestmark = pytest.mark.quick
@@ -167,7 +167,7 @@ def test_mlflow_gets_one_run_that_goes_on(mlflow, tmp_path):
 def test_a_slow_service_holds_nothing_up_and_hears_everything_in_order():
     gate, heard = threading.Event(), []
 
-    class Slow(NullTracker):
+    class Slow(Tracker):
         def start(self, facts):
             gate.wait()
 
@@ -188,17 +188,17 @@ def test_a_slow_service_holds_nothing_up_and_hears_everything_in_order():
 
 
 def test_a_service_that_fails_or_hangs_ends_as_one_warning():
-    class Failing(NullTracker):
+    class Failing(Tracker):
         def log(self, split, update, values):
             raise ConnectionError("refused")
 
-    class Hanging(NullTracker):
+    class Hanging(Tracker):
         def close(self, result):
             threading.Event().wait(30)
 
     warnings = []
 
-    class Listener(NullTracker):
+    class Listener(Tracker):
         def event(self, kind, update, message, details):
             warnings.append(message)
 

@@ -1,6 +1,6 @@
 """Run tracking: files in the run folder, the terminal, and services."""
 
 from meshwright.tracking.setup import make_trackers
-from meshwright.tracking.tracker import NullTracker, Tracker
+from meshwright.tracking.tracker import Tracker
 
-__all__ = ["NullTracker", "Tracker", "make_trackers"]
+__all__ = ["Tracker", "make_trackers"]

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from meshwright.text.masking import mask_text
 from meshwright.text.units import human_bytes, human_count, human_seconds
-from meshwright.tracking.tracker import NullTracker
+from meshwright.tracking.tracker import Tracker
 
 SHOWN_EVENTS = (
     "start",
@@ -30,7 +30,7 @@ SHOWN_EVENTS = (
 """Events that are shown; an evaluation is shown by its metrics."""
 
 
-class LineTracker(NullTracker):
+class LineTracker(Tracker):
     """Writes aligned lines, with or without the time in front; the caller shows the result.
 
     Args:
@@ -86,7 +86,7 @@ class LogFile(LineTracker):
         self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
 
-class WarningsOnly(NullTracker):
+class WarningsOnly(Tracker):
     """Passes warnings to Python's `warnings`, for a run without progress output."""
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:

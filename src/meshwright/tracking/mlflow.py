@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.tracking.run_files import run_name, service_settings
-from meshwright.tracking.tracker import NullTracker
+from meshwright.tracking.tracker import Tracker
 
 _MAX_PARAMS = 100
 """Parameters MLflow takes in one request."""
 _MAX_PARAM_LENGTH = 500
 
 
-class MlflowTracker(NullTracker):
+class MlflowTracker(Tracker):
     """Sends metrics, but no events, to an MLflow experiment named after the run's project.
 
     Args:

@@ -23,11 +23,12 @@ from meshwright.tracking.log_lines import (
     format_metrics,
     format_metrics_line,
 )
+from meshwright.tracking.tracker import Tracker
 
 _STYLES = {"warning": "yellow", "incident": "yellow", "stop": "bold"}
 
 
-class ProgressTracker:
+class ProgressTracker(Tracker):
     """Keeps a bar with the newest metrics at the bottom of a terminal.
 
     Evaluations and events scroll by above it.

@@ -15,7 +15,7 @@ from meshwright.processes import is_main
 from meshwright.runtime.activity import show_activities
 from meshwright.tracking.log_lines import LineTracker, LogFile, WarningsOnly
 from meshwright.tracking.run_files import RunFiles
-from meshwright.tracking.tracker import NullTracker, Tracker, Trackers
+from meshwright.tracking.tracker import Tracker, Trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,7 @@ def make_trackers(
     """
     check_tracking(config, folder)
     if not is_main():
-        return NullTracker()
+        return Tracker()
     shown = _make_console(console, folder, total_updates, progress)
     if folder is None:
         return shown

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.tracking.tracker import NullTracker
+from meshwright.tracking.tracker import Tracker
 
 
-class TensorBoardTracker(NullTracker):
+class TensorBoardTracker(Tracker):
     """Writes ``train/loss`` and the like, but no events, to ``tensorboard/`` in the run folder."""
 
     def __init__(self, folder: Path) -> None:

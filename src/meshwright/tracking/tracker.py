@@ -1,4 +1,4 @@
-"""The tracker protocol, and trackers that do nothing, call several, or call one in a thread."""
+"""Trackers: one that records nothing, several as one, and one that is called in a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.errors import first_line
 from meshwright.text.masking import mask_text, mask_tree
@@ -14,43 +14,26 @@ from meshwright.text.masking import mask_text, mask_tree
 logger = logging.getLogger("meshwright.tracking")
 
 
-class Tracker(Protocol):
-    """Records a run; `start` is called first and `close` last, each once."""
+class Tracker:
+    """Records a run; this one records nothing, as in every process but process 0.
+
+    `start` is called first and `close` last, each once.
+    """
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """Record what is known before the first update: the content of run.json."""
-        ...
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
         """Record the metrics of ``split`` (train or eval) after this many updates."""
-        ...
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
         """Record an event: a checkpoint, a warning, a stop."""
-        ...
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Record the content of result.json (after most failures empty) and release resources."""
-        ...
 
 
-class NullTracker:
-    """Does nothing; the tracker of every process but process 0."""
-
-    def start(self, facts: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def close(self, result: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-
-class Trackers:
+class Trackers(Tracker):
     """Calls several trackers; one that raises an exception is no longer called.
 
     The others receive the failure once, as a warning event.
@@ -111,7 +94,7 @@ MAX_QUEUED = 10_000
 """Calls that may be queued; more means that the service does not keep up."""
 
 
-class Background:
+class Background(Tracker):
     """Calls a tracker in order, in another thread.
 
     What the tracker raises there is raised by the next call here.

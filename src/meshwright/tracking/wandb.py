@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.tracking.run_files import run_name, service_settings
+from meshwright.tracking.tracker import Tracker
 
 INIT_TIMEOUT_SECONDS = 60
 """How long a service that does not answer may delay the start."""
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Sends metrics to a W&B project named after the run's project.
 
     Args:
