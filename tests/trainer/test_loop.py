@@ -20,7 +20,7 @@ from meshwright.config.schema import CheckpointConfig
 from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.step.canonical import Snapshot
-from meshwright.trainer.callbacks import Callbacks
+from meshwright.trainer.callbacks import CallbackContext, Callbacks
 from meshwright.trainer.checkpointer import BackgroundCheckpointer
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.incidents.not_finite import FiniteCheck
@@ -198,16 +198,19 @@ def test_the_meter_counts_updates_and_leaves_out_what_is_no_training(monkeypatch
     assert found["input_wait_share"] == pytest.approx(0.25)
 
 
+NO_CALLBACKS = Callbacks([], CallbackContext(None))
+
+
 def test_limits_ask_the_callbacks_first():
-    assert Limits(5, None, Callbacks([])).stop() is None
-    assert Limits(5, 0.0, Callbacks([])).stop() == Stop(StopReason.OUT_OF_TIME, "0 s have passed")
+    assert Limits(5, None, NO_CALLBACKS).stop() is None
+    assert Limits(5, 0.0, NO_CALLBACKS).stop() == Stop(StopReason.OUT_OF_TIME, "0 s have passed")
 
 
 def test_a_signal_to_one_process_interrupts_them_all(monkeypatch):
     others = [None, ["signal", "SIGTERM asked to stop"]]
     monkeypatch.setattr("meshwright.trainer.limits.process_count", lambda: 3)
     monkeypatch.setattr("meshwright.trainer.limits.gather", lambda own: [own, *others])
-    limits = Limits(5, 0.0, Callbacks([]))
+    limits = Limits(5, 0.0, NO_CALLBACKS)
     assert limits.stop() == Stop(StopReason.SIGNAL, "SIGTERM asked to stop")
     assert limits.stop().interrupted
     # Processes agree on an update before they begin it, and not in the middle of one.

@@ -21,6 +21,7 @@ class CallbackContext:
         update: updates done.
         metrics: the metrics of the last logged update.
         eval_metrics: the metrics of the last evaluation; empty before the first.
+        reason: why a callback asked to stop; empty if none did.
     """
 
     def __init__(self, assembled: Assembled) -> None:
@@ -29,7 +30,7 @@ class CallbackContext:
         self.eval_metrics: Mapping[str, float] = {}
         self._assembled = assembled
         self._state: TrainState | None = None
-        self._reason = ""
+        self.reason = ""
         self._save = False
 
     @property
@@ -50,7 +51,7 @@ class CallbackContext:
 
     def stop(self, reason: str) -> None:
         """Stop training after this update; one process that asks stops all."""
-        self._reason = reason
+        self.reason = reason
 
     def save(self) -> None:
         """Save a checkpoint after this update; every process must ask for it."""
@@ -59,10 +60,6 @@ class CallbackContext:
     def at(self, update: int, state: TrainState) -> None:
         """Set where the run is; the training loop calls it."""
         self.update, self._state = update, state
-
-    def stop_reason(self) -> str:
-        """Return why a callback asked to stop; empty if none did."""
-        return self._reason
 
     def take_save(self) -> bool:
         """Return whether a callback asked to save since the last call."""
@@ -157,50 +154,25 @@ class OnMetrics(Callback):
         self._function(update, dict(values))
 
 
-class Callbacks(Callback):
-    """Several callbacks as one; an exception in one of them carries a note with its name."""
+class Callbacks:
+    """The callbacks of a run; an exception in one of them carries a note with its name.
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._all = tuple(callbacks)
-        self._context: CallbackContext | None = None
+    Args:
+        callbacks: the callbacks.
+        context: the run that they belong to.
+    """
 
-    def on_start(self, update: int) -> None:
-        """Call each."""
-        self._call("on_start", update)
-
-    def on_recall(self, update: int, values: Values) -> None:
-        """Call each."""
-        self._call("on_recall", update, values)
-
-    def on_log(self, update: int, values: Values) -> None:
-        """Call each."""
-        self._call("on_log", update, values)
-
-    def on_eval(self, update: int, values: Values) -> None:
-        """Call each."""
-        self._call("on_eval", update, values)
-
-    def on_checkpoint(self, update: int) -> None:
-        """Call each."""
-        self._call("on_checkpoint", update)
-
-    def on_end(self, update: int) -> None:
-        """Call each."""
-        self._call("on_end", update)
-
-    def should_stop(self) -> str:
-        """Return the first reason to stop."""
-        asked = self._context.stop_reason() if self._context is not None else ""
-        return asked or next(filter(None, self._call("should_stop")), "")
-
-    def attach(self, context: CallbackContext) -> None:
-        """Give every callback its context."""
-        self._context = context
+    def __init__(self, callbacks: Sequence[Callback], context: CallbackContext) -> None:
+        self._all, self._context = tuple(callbacks), context
         for callback in self._all:
             callback.context = context
 
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of each callback and return what they return."""
+    def should_stop(self) -> str:
+        """Return the first reason to stop; empty to continue."""
+        return self._context.reason or next(filter(None, self.call("should_stop")), "")
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of each callback, such as ``on_log``, and return what they return."""
         results: list[Any] = []
         for callback in self._all:
             with doing(f"calling {type(callback).__name__}.{method}"):

@@ -14,7 +14,7 @@ from meshwright.errors import EnvironmentProblem
 from meshwright.processes import TIMEOUT_SECONDS, gather, is_main, process_count, process_index
 from meshwright.runtime.interrupt import Interrupt
 from meshwright.runtime.jax_internals import distributed_state
-from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.run_progress import Stop, StopReason
 
 POLL_SECONDS = 0.2
@@ -38,7 +38,7 @@ class Limits:
         self,
         updates: int | None,
         seconds: float | None,
-        callbacks: Callback,
+        callbacks: Callbacks,
         interrupt: Interrupt | None = None,
         *,
         whole_data: bool = False,

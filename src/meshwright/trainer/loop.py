@@ -16,7 +16,7 @@ from meshwright.runtime.hooks import run_log_hooks
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import HALTED
 from meshwright.trainer.batch_loader import BatchFeed
-from meshwright.trainer.callbacks import Callback, CallbackContext
+from meshwright.trainer.callbacks import CallbackContext, Callbacks
 from meshwright.trainer.checkpointer import Checkpointer
 from meshwright.trainer.evaluating.evaluation import Evaluator
 from meshwright.trainer.incidents.not_finite import BadUpdate, FiniteCheck
@@ -73,7 +73,7 @@ class Loop:
     limits: Limits
     meter: Meter
     log: RunLog
-    callbacks: Callback
+    callbacks: Callbacks
     checkpointer: Checkpointer
     profiling: NoProfiling
     evaluator: Evaluator | None
@@ -97,7 +97,7 @@ class Loop:
     def _train(self, state: TrainState, progress: Progress) -> TrainState:
         self.heartbeat.start_from(progress.update)
         self.context.at(progress.update, state)
-        self.callbacks.on_start(progress.update)
+        self.callbacks.call("on_start", progress.update)
         if self.recovery.rewinds:
             self.checkpointer.save(state, progress.update, loss=None)
         first, last = progress.update + 1, self.limits.updates
@@ -207,7 +207,7 @@ class Loop:
         if update == 1 and values["grad_norm"] == 0:
             self.log.tracker.event("warning", update, NO_GRADIENT, {})
         run_log_hooks(update)
-        self.callbacks.on_log(update, values)
+        self.callbacks.call("on_log", update, values)
 
     def _evaluate_and_save(self, state: TrainState, progress: Progress) -> bool:
         """Evaluate and save if due, outside the measured time; return whether it evaluated."""
@@ -240,7 +240,7 @@ class Loop:
         if not math.isfinite(values["loss"]):
             message = f"the loss on held-out data is {values['loss']}, which is never the best"
             self.log.tracker.event("warning", progress.update, message, {})
-        self.callbacks.on_eval(progress.update, values)
+        self.callbacks.call("on_eval", progress.update, values)
 
     def _save(self, state: TrainState, progress: Progress) -> None:
         evaluated = progress.eval.get(progress.update)
@@ -248,7 +248,7 @@ class Loop:
         with self.heartbeat.during(Doing.SAVING):
             if self.checkpointer.save(state, progress.update, loss=loss):
                 self.heartbeat.saved(progress.update)
-                self.callbacks.on_checkpoint(progress.update)
+                self.callbacks.call("on_checkpoint", progress.update)
 
     def _end(self, state: TrainState, progress: Progress) -> None:
         if not progress.stop.interrupted:
@@ -258,4 +258,4 @@ class Loop:
             self._save(state, progress)
         with self.heartbeat.during(Doing.SAVING):
             self.checkpointer.finish()
-        self.callbacks.on_end(progress.update)
+        self.callbacks.call("on_end", progress.update)

@@ -14,7 +14,7 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.batch_loader import count_batches
-from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_progress import Progress
 from meshwright.trainer.starting.resume import (
@@ -89,7 +89,7 @@ class Restoring:
         folder = self.point.folder
         return [set_damaged_aside(folder, damage) for damage in self.point.damaged]
 
-    def first_state(self, tracker: Tracker, progress: Progress, callbacks: Callback) -> TrainState:
+    def first_state(self, tracker: Tracker, progress: Progress, callbacks: Callbacks) -> TrainState:
         """Return the state to start from, restored if there is a checkpoint to resume from."""
         start = self._start
         if self.point is None:
@@ -111,7 +111,7 @@ class Restoring:
             message += ", which has no checksums to check its arrays with"
         tracker.event("resume", point.update, message, {"checkpoint": str(point.path)})
         for update, values in earlier_evaluations(point, self._asked.run_dir):
-            callbacks.on_recall(update, values)
+            callbacks.call("on_recall", update, values)
         return state
 
     def rewind(self, tracker: Tracker) -> tuple[CheckpointMetadata, TrainState]:
