@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -19,6 +20,7 @@ from meshwright.processes import process_count
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
+from meshwright.step.canonical import CanonicalForm
 from meshwright.step.eval_step import (
     Evaluate,
     Predict,
@@ -116,6 +118,11 @@ class Programs:
         self.assembled, self.loss = assembled, loss
         self._compiled: dict[Any, Any] = {}
         self._ahead: dict[Any, Future[Evaluate]] = {}
+
+    @cached_property
+    def form(self) -> CanonicalForm:
+        """The canonical form of the step's states, whose programs compile once."""
+        return CanonicalForm(self.assembled)
 
     @property
     def batch_like(self) -> Any:

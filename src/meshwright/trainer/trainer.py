@@ -327,7 +327,7 @@ class Trainer(TrainerSettings):
             self._memory.result = None
         with shown_activities(asked.run_dir, asked.progress):
             programs = self._programs(first, assembled)
-            start = find_start(self, asked, programs.assembled, self._memory.result)
+            start = find_start(self, asked, programs, self._memory.result)
             run = TrainingRun(self, asked, programs, first, start)
             result = self._memory.result = run.run()
         # A command reports the end of its run itself.

@@ -19,7 +19,6 @@ from meshwright.processes.library_messages import is_lost_peer
 from meshwright.profile import NoProfiling, Profiling
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase, current_interrupt
-from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.trainer.batch_loader import BatchFeed, BatchLoader, count_batches
@@ -86,7 +85,7 @@ class TrainingRun:
         start: Start,
     ) -> None:
         self._trainer, self._asked, self._start = trainer, asked, start
-        self._programs, self._batch = programs, batch
+        self._programs, self._form, self._batch = programs, programs.form, batch
         self._assembled, self._plan = programs.assembled, programs.assembled.plan
         assert asked.data is not None
         assert asked.duration is not None
@@ -94,8 +93,7 @@ class TrainingRun:
         if process_count() > 1:
             compare_processes(process_facts(trainer, asked, self._assembled))
         self._context = CallbackContext(self._assembled)
-        self._callbacks = Callbacks(asked.callbacks)
-        self._callbacks.attach(self._context)
+        self._callbacks = Callbacks(asked.callbacks, self._context)
         # A folder that cannot be read is refused before training.
         self._ends = () if asked.recipe is None else end_tokens(start.hf_files)
         _check_early_stopping(asked)
@@ -353,10 +351,6 @@ class TrainingRun:
 
     def _estimator(self) -> Any:
         return estimator_for(self._trainer, self._batch)
-
-    @cached_property
-    def _form(self) -> CanonicalForm:
-        return CanonicalForm(self._assembled)
 
     @cached_property
     def _work(self) -> Work:

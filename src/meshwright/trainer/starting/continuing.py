@@ -11,7 +11,6 @@ from meshwright.data.batches import form_of
 from meshwright.errors import ExitCode, UserError
 from meshwright.plan import Plan
 from meshwright.runtime.interrupt import PREEMPTIONS, stop_text
-from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.trainer.programs import Programs
@@ -51,16 +50,16 @@ class Memory:
         return programs
 
 
-def continued_state(result: FitResult, assembled: Assembled) -> TrainState:
+def continued_state(result: FitResult, programs: Programs) -> TrainState:
     """Return a copy of a result's state for a step, which may have batches of another size.
 
     It is a copy because the step donates its state, and the result keeps its own.
     """
-    if result.assembled is assembled:
+    if result.assembled is programs.assembled:
         return jax.tree.map(
             lambda array: jax.device_put(array, array.sharding, may_alias=False), result.state
         )
-    before, after = CanonicalForm(result.assembled), CanonicalForm(assembled)
+    before, after = result.programs.form, programs.form
     _check_same(before, after)
     shardings = jax.tree.map(lambda struct: struct.sharding, after.structs)
     return after.state(jax.device_put(before.copy(result.state), shardings))
@@ -68,15 +67,14 @@ def continued_state(result: FitResult, assembled: Assembled) -> TrainState:
 
 def restored_result(point: ResumePoint, programs: Programs) -> FitResult:
     """Return the state of a checkpoint as the result of its run."""
-    form = CanonicalForm(programs.assembled)
-    check_fits(point, form)
+    check_fits(point, programs.form)
     return FitResult(
         losses={},
         eval={},
         updates=point.update,
         seconds=0.0,
         stop=Stop(StopReason.RESTORED, f"restored from {point.path}"),
-        state=restore(point, form),
+        state=restore(point, programs.form),
         programs=programs,
         metadata=point.metadata,
     )

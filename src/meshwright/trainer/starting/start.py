@@ -16,6 +16,7 @@ from meshwright.sharding.rules import matches
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.programs import Programs
 from meshwright.trainer.starting.continuing import choose_start, continued_state
 from meshwright.trainer.starting.resume import ResumePoint, find_resume_point
 from meshwright.trainer.trained.fit_result import FitResult
@@ -48,16 +49,17 @@ class Start:
 
 
 def find_start(
-    trainer: TrainerSettings, asked: FitSettings, assembled: Assembled, last: FitResult | None
+    trainer: TrainerSettings, asked: FitSettings, programs: Programs, last: FitResult | None
 ) -> Start:
     """Return where a run starts; what does not fit the model is refused before anything compiles.
 
     Args:
         trainer: what is trained.
         asked: how it is trained.
-        assembled: the step.
+        programs: the programs of its step.
         last: the result of the trainer's last `fit`.
     """
+    assembled = programs.assembled
     point = find_resume_point(asked.resume, asked.run_dir)
     point, last = choose_start(point, last, asked.resume)
     hf_files = _hf_files(trainer, asked, point)
@@ -85,7 +87,7 @@ def find_start(
     if last is None:
         return start
     result = last
-    return replace(start, state=lambda: continued_state(result, assembled), updates=result.updates)
+    return replace(start, state=lambda: continued_state(result, programs), updates=result.updates)
 
 
 def _weights_folder(trainer: TrainerSettings) -> str | Path | None:

@@ -21,7 +21,6 @@ from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.processes import broadcast, is_main
 from meshwright.step.assemble import Assembled
-from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
 from meshwright.trainer.evaluating.evaluation import Evaluator, predict, prediction_inputs
@@ -145,7 +144,7 @@ class FitResult:
                 f"{path} already holds checkpoints", fix="name another folder, or remove this one"
             )
         store = CheckpointStore(folder)
-        store.save(CanonicalForm(self.assembled).copy(self.state), self.metadata)
+        store.save(self.programs.form.copy(self.state), self.metadata)
         saved = store.close()
         if saved is not None and saved.error is not None:
             raise EnvironmentProblem(
