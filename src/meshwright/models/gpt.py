@@ -101,30 +101,25 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). [B, T, D] → [B, T, D]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). [B, T, D] → [B, T, D].
+
+    `heads` are the other arguments of `Attention`.
+    """
 
     def __init__(
         self,
         *,
         hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        qkv: QKV,
         dropout: float,
         out_std: float,
         rngs: nnx.Rngs,
+        **heads: Any,
     ) -> None:
+        shared: Any = {"hidden_size": hidden_size, "out_std": out_std, "rngs": rngs}
         self.attention_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
-        self.attention = Attention(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            qkv=qkv,
-            out_std=out_std,
-            rngs=rngs,
-        )
+        self.attention = Attention(**heads, **shared)
         self.mlp_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
-        self.mlp = FeedForward(hidden_size=hidden_size, out_std=out_std, rngs=rngs)
+        self.mlp = FeedForward(**shared)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: Array, mask: Array) -> Array:
@@ -172,12 +167,10 @@ class LanguageModel(nnx.Module):
     Args:
         block: makes a block.
         num_blocks: transformer blocks.
-        vocab_size: V, tokens in the vocabulary.
-        context_length: the longest row of tokens.
         hidden_size: D, width of the residual stream.
         dropout: rate on the embedded tokens and on both branches of every block.
-        tied_embeddings: whether the token embedding is also the output layer.
         rngs: streams ``params`` and ``dropout``.
+        vocabulary: the other arguments of `Vocabulary`.
     """
 
     def __init__(
@@ -185,20 +178,13 @@ class LanguageModel(nnx.Module):
         *,
         block: Callable[..., nnx.Module],
         num_blocks: int,
-        vocab_size: int,
-        context_length: int,
         hidden_size: int,
         dropout: float,
-        tied_embeddings: bool,
         rngs: nnx.Rngs,
+        **vocabulary: Any,
     ) -> None:
         self.vocabulary = Vocabulary(
-            vocab_size=vocab_size,
-            context_length=context_length,
-            hidden_size=hidden_size,
-            dropout=dropout,
-            tied_embeddings=tied_embeddings,
-            rngs=rngs,
+            hidden_size=hidden_size, dropout=dropout, rngs=rngs, **vocabulary
         )
         out_std = residual_std(num_blocks)
         block = partial(block, hidden_size=hidden_size, dropout=dropout, out_std=out_std)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,36 +54,28 @@ class Experts(nnx.Module):
 
 
 class MoEBlock(nnx.Module):
-    """x + attention(norm(x)), then x + experts(norm(x)). [B, T, D] → [B, T, D]."""
+    """x + attention(norm(x)), then x + experts(norm(x)). [B, T, D] → [B, T, D].
+
+    `experts` are the other arguments of `Experts`.
+    """
 
     def __init__(
         self,
         *,
         hidden_size: int,
         num_heads: int,
-        num_experts: int,
-        expert_size: int,
         dropout: float,
         out_std: float,
         rngs: nnx.Rngs,
+        **experts: Any,
     ) -> None:
+        shared: Any = {"hidden_size": hidden_size, "out_std": out_std, "rngs": rngs}
         self.attention_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
         self.attention = Attention(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            qkv="separate",
-            out_std=out_std,
-            rngs=rngs,
+            num_heads=num_heads, num_kv_heads=num_heads, qkv="separate", **shared
         )
         self.experts_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
-        self.experts = Experts(
-            hidden_size=hidden_size,
-            num_experts=num_experts,
-            expert_size=expert_size,
-            out_std=out_std,
-            rngs=rngs,
-        )
+        self.experts = Experts(**experts, **shared)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: Array, mask: Array) -> Array:
