@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.config.compose import compose_config, validate
-from meshwright.config.origins import Origin, chosen_keys, flatten, trace_origins
+from meshwright.config.origins import Origin, chosen_keys, trace_origins
+from meshwright.text.json_text import flatten
 
 pytestmark = pytest.mark.quick
 
@@ -99,14 +100,6 @@ def test_a_users_file_and_the_files_it_builds_on_are_files(tmp_path):
     assert said(origins["model.hidden_size"]) == (8, "file", "model/own.yaml")
     assert said(origins["model.num_blocks"]) == (1, "file", "model/own.yaml")
     assert origins["model.mesh_shape"].source == "default"
-
-
-def test_flatten_keeps_empty_mappings_and_lists_as_values():
-    assert list(flatten({"a": {"b": 1, "c": {}}, "d": [1]})) == [
-        ("a.b", 1),
-        ("a.c", {}),
-        ("d", [1]),
-    ]
 
 
 def test_only_overrides_and_own_files_are_the_users_choice(tmp_path):

@@ -115,9 +115,3 @@ def test_a_later_batch_of_another_form_says_what_changed(later, why):
     with pytest.raises(UserError, match="batch 2 differs") as caught:
         next(stream)
     assert caught.value.why == why
-
-
-@pytest.mark.parametrize("batches", [{"x": x()}, x(), jnp.zeros(3), 5, None])
-def test_what_cannot_be_gone_through_is_refused(batches):
-    with pytest.raises(UserError, match="list or a generator"):
-        next(read_batches(batches))

@@ -63,19 +63,15 @@ def check_checkpoints(folder: Path, update: int | None = None) -> list[Checked]:
 
 def check_checkpoint(reader: CheckpointReader, update: int) -> Checked:
     """Read everything in a checkpoint and compare it with what was saved."""
-    with activity(f"reading update {update}"):
-        return _check(reader, update)
-
-
-def _check(reader: CheckpointReader, update: int) -> Checked:
     arrays = size = 0
     try:
-        reader.metadata(update)
-        checksums, shapes = reader.checksums(update), reader.shapes(update)
-        for batch in _batches(shapes):
-            for by_path in reader.read(update, batch).values():
-                arrays += len(by_path)
-                size += sum(array.nbytes for array in by_path.values())
+        with activity(f"reading update {update}"):
+            reader.metadata(update)
+            checksums, shapes = reader.checksums(update), reader.shapes(update)
+            for batch in _batches(shapes):
+                for by_path in reader.read(update, batch).values():
+                    arrays += len(by_path)
+                    size += sum(array.nbytes for array in by_path.values())
     except DamagedCheckpoint as error:
         return Checked(update, arrays, size, "damaged", error.damage.problem)
     if checksums is None:

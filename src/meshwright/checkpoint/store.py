@@ -27,7 +27,13 @@ from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
 from meshwright.checkpoint.reader import METADATA, STATE, CheckpointReader, has_readable_metrics
 from meshwright.errors import ANY, Setting, UserError, first_line
-from meshwright.processes import broadcast, is_main, process_count, process_index
+from meshwright.processes import (
+    attempt_on_main,
+    broadcast,
+    is_main,
+    process_count,
+    process_index,
+)
 from meshwright.text.units import human_bytes
 
 logger = logging.getLogger("meshwright.checkpoint")
@@ -207,14 +213,7 @@ def _list_shards(state: Any) -> None:
 
 def _make_folder(folder: Path) -> None:
     """Make the folder on process 0; raise the same error on all processes."""
-    problem = ""
-    if is_main():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem = str(error)
-    problem = broadcast(problem)
-    if problem:
+    if problem := attempt_on_main(lambda: folder.mkdir(parents=True, exist_ok=True)):
         raise UserError(
             f"cannot write checkpoints to {folder}",
             why=problem,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from omegaconf import OmegaConf
 from meshwright.config.compose import Composed, canonical_key, parse_overrides
 from meshwright.config.groups import CONF_DIR, GROUPS
 from meshwright.config.schema import Config
+from meshwright.text.json_text import flatten
 from meshwright.text.masking import mask_text, mask_value
 
 
@@ -76,15 +76,6 @@ def set_by_user(config: Config, composed: Composed) -> set[str]:
     files = {f"{group}/{composed.choices[group]}.yaml" for group in groups & set(composed.choices)}
     of_groups = {o.key for o in trace_origins(config, composed) if o.detail in files}
     return chosen_keys(config, composed) | of_groups
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values; an empty dict is a value."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _longest_prefix(key: str, known: dict[str, str]) -> str:

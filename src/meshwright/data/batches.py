@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.data.samples import to_numpy
+from meshwright.data.samples import path_name, to_numpy
 from meshwright.errors import UserError, first_line
 from meshwright.trees import check_num_samples
 
@@ -33,19 +33,8 @@ class BatchForm:
         return next(iter(self.arrays.values()))[0][0]
 
 
-def read_batches(batches: Any) -> Iterator[Any]:
+def read_batches(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield batches as arrays JAX accepts; all must have the structure and shapes of the first."""
-    if isinstance(batches, Mapping) or hasattr(batches, "shape"):
-        raise UserError(
-            f"the batches are one {type(batches).__name__}",
-            why="each update takes the next batch of an iterable",
-            fix="write a list or a generator of batches, such as [batch] * 100",
-        )
-    if not isinstance(batches, Iterable):
-        raise UserError(
-            f"the batches are of type {type(batches).__name__}, which cannot be iterated",
-            fix="write a list or a generator of batches",
-        )
     expected: BatchForm | None = None
     for number, given in enumerate(batches):
         batch = read_batch(given)
@@ -61,7 +50,7 @@ def read_batch(batch: Any) -> Any:
 
     64-bit numbers become 32-bit ones, unless JAX's 64-bit mode is on.
     """
-    batch = jax.tree_util.tree_map_with_path(lambda path, x: _read_leaf(_name(path), x), batch)
+    batch = jax.tree_util.tree_map_with_path(lambda path, x: _read_leaf(path_name(path), x), batch)
     sizes = {path: shape[0] for path, (shape, _) in form_of(batch).arrays.items()}
     if not sizes:
         raise UserError("the batch has no arrays", fix='write a dict such as {"x": …, "y": …}')
@@ -72,11 +61,7 @@ def read_batch(batch: Any) -> Any:
 def form_of(batch: Any) -> BatchForm:
     """Return the structure, shapes and dtypes of a batch from `read_batch`."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
-    return BatchForm(tree, {_name(path): (tuple(x.shape), x.dtype) for path, x in leaves})
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "batch"
+    return BatchForm(tree, {path_name(path): (tuple(x.shape), x.dtype) for path, x in leaves})
 
 
 def _read_leaf(name: str, leaf: Any) -> Any:

@@ -13,6 +13,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.build_once import BuildLock
 from meshwright.errors import UserError
+from meshwright.text.json_text import read_object, write_atomically
 from meshwright.text.units import human_bytes
 
 SAMPLED_BYTES = 2**16
@@ -67,15 +69,16 @@ def digests(files: Sequence[Path], folder: Path, report: Report) -> list[str]:
     """
     # By absolute name, with links unresolved: a link has the stamp of its target.
     names = [os.path.abspath(file) for file in files]
-    memory = folder / f"{_sha256(repr(names))[:32]}.json"
-    known = _read(memory)
+    memory = folder / f"{hashlib.sha256(repr(names).encode()).hexdigest()[:32]}.json"
+    known = read_object(memory)
     if not _missing(names, known):
         return [known[name][1] for name in names]
     lock = BuildLock(memory.with_suffix(".lock"))
     try:
         with lock.held(report):
             # Another process may have computed them in the meantime.
-            known = _compute(names, _read(memory), lambda text: (report(text), lock.say(text)))
+            known = read_object(memory)
+            known = _compute(names, known, lambda text: (report(text), lock.say(text)))
             _write(memory, known)
     except OSError:
         # Nothing can be written here, so no one else computes them for this process.
@@ -124,13 +127,6 @@ def changed(file: str | Path) -> UserError:
     )
 
 
-def _read(memory: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(memory.read_text()))
-    except (OSError, ValueError):
-        return {}
-
-
 def _write(memory: Path, known: dict[str, Any]) -> None:
     now = time.time_ns()
     settled = {
@@ -138,14 +134,6 @@ def _write(memory: Path, known: dict[str, Any]) -> None:
         for name, entry in known.items()
         if now - max(entry[0][1:3]) > SETTLED_SECONDS * 1e9
     }
-    written = memory.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        written.write_text(json.dumps(settled))
-        written.replace(memory)
-    except OSError:
-        # The next run recomputes them.
-        written.unlink(missing_ok=True)
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    # Without a place for them, the next run recomputes them.
+    with suppress(OSError):
+        write_atomically(memory, json.dumps(settled))

@@ -135,7 +135,7 @@ def plain_tree(value: Any) -> Any:
 def leaf_shapes(element: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of every array of an element by its path; a number has none."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(plain_tree(element))
-    return {_path(path): tuple(getattr(leaf, "shape", ())) for path, leaf in leaves}
+    return {path_name(path, "sample"): tuple(getattr(leaf, "shape", ())) for path, leaf in leaves}
 
 
 def _is_numbers(items: list[Any]) -> bool:
@@ -151,11 +151,12 @@ def _flatten(sample: Any, number: int) -> tuple[list[tuple[str, Any]], Any]:
     leaves, tree = jax.tree_util.tree_flatten_with_path(
         plain_tree(sample), is_leaf=lambda value: value is None
     )
-    return [(_path(path), leaf) for path, leaf in leaves], tree
+    return [(path_name(path, "sample"), leaf) for path, leaf in leaves], tree
 
 
-def _path(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "sample"
+def path_name(path: Any, whole: str = "batch") -> str:
+    """Return the dotted name of an array; ``whole`` for one that is not inside of anything."""
+    return jax.tree_util.keystr(path, simple=True, separator=".") or whole
 
 
 def _names(leaves: Sequence[tuple[str, Any]]) -> str:

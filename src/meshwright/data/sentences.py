@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.runtime.host_machine import user_cache
+from meshwright.text.json_text import write_atomically
 
 NUM_SENTENCES = 20_000
 _VERSION = 1
@@ -43,12 +43,10 @@ def sentence_file() -> Path:
     path = user_cache("text") / f"sentences-{_VERSION}.txt"
     if path.exists():
         return path
-    # Several processes may write it at once, each the same.
-    part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text("\n".join(sentences(NUM_SENTENCES)))
-        part.replace(path)
+        # Several processes may write it at once, each the same.
+        write_atomically(path, "\n".join(sentences(NUM_SENTENCES)))
     except OSError as error:
         raise UserError(
             f"cannot write the built-in text to {path}",

@@ -150,7 +150,6 @@ def _plain_data(given: Any, seed: int, expected: Expected, *, samples: bool) -> 
         return SourceData(given, seed)
     refuse_wrong_data(given)
     if isinstance(given, Mapping):
-        _check_names(given)
         return SourceData(ArraySource(**given), seed)
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         name = f"the {type(given).__name__}"
@@ -169,15 +168,6 @@ def _plain_data(given: Any, seed: int, expected: Expected, *, samples: bool) -> 
 def is_batch_function(builder: Builder) -> bool:
     """Whether a builder itself returns batches: a function of ``step`` and ``batch_size``."""
     return not inspect.isclass(builder) and set(BATCH_PARAMETERS) <= set(parameters_of(builder))
-
-
-def _check_names(arrays: Mapping[Any, Any]) -> None:
-    for name in arrays:
-        if not isinstance(name, str):
-            raise UserError(
-                f"the data have an array named {name!r:.60}, of type {type(name).__name__}",
-                fix='name each array by a text: {"x": images, "y": labels}',
-            )
 
 
 def is_source(made: Any) -> bool:

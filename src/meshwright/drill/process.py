@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.launch.restarts import CHECKPOINTS, newest_checkpoint
 from meshwright.runtime.attempts import EarlierAttempts
 from meshwright.runtime.hooks import add_batch_hook, add_log_hook
+from meshwright.text.json_text import write_atomically
 
 DRILL = "MESHWRIGHT_DRILL"
 """The environment variable with the instructions, as JSON; only `worker` reads it."""
@@ -56,10 +57,7 @@ class Instructions:
 
     def note(self, kind: str, **values: Any) -> None:
         """Write a note for the drill; it is complete once it can be read."""
-        path = Path(self.notes) / f"{kind}-{os.getpid()}.json"
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(values), encoding="utf-8")
-        draft.replace(path)
+        write_atomically(Path(self.notes) / f"{kind}-{os.getpid()}.json", json.dumps(values))
 
 
 def read_notes(folder: Path, kind: str) -> list[dict[str, Any]]:

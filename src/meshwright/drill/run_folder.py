@@ -14,6 +14,7 @@ import yaml
 
 from meshwright.checkpoint.check import check_checkpoints
 from meshwright.checkpoint.reader import FOLDER, CheckpointReader
+from meshwright.tracking.run_files import read_lines
 
 
 class NotSurvived(Exception):
@@ -61,10 +62,7 @@ class RunFolder:
         return statistics.median(saves) if saves else 0.0
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        file = self.path / f"{name}.jsonl"
-        if not file.is_file():
-            return []
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return list(read_lines(self.path / f"{name}.jsonl"))
 
     def copy_until(self, update: int, folder: Path) -> None:
         """Copy the run as it was after the checkpoint of an update."""

@@ -198,6 +198,17 @@ def broadcast(value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
     return json.loads(_exchange("broadcast", sent, timeout_seconds)[0])
 
 
+def attempt_on_main(act: Callable[[], object]) -> str:
+    """Act in process 0; return what its file system says is wrong, in every process, or nothing."""
+    problem = ""
+    if is_main():
+        try:
+            act()
+        except OSError as error:
+            problem = str(error)
+    return broadcast(problem)
+
+
 def gather(value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
     """Return the values of all processes in order, as JSON like in `broadcast`."""
     received = _exchange("gather", _to_json(value), timeout_seconds, everyone=True)

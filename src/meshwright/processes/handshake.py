@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.errors import ProcessesDiffer
 from meshwright.processes import barrier, gather, process_count
-from meshwright.text.json_text import finite
+from meshwright.text.json_text import finite, flatten
 from meshwright.text.masking import mask_value
 
 MAX_SHOWN = 8
@@ -40,7 +40,7 @@ def compare_processes(facts: Facts) -> None:
     """
     if process_count() == 1:
         return
-    own = {key: _text(value) for key, value in _flatten(facts)}
+    own = {key: _text(value) for key, value in flatten(facts)}
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     if len(set(gather(digest))) == 1:
         return
@@ -92,16 +92,6 @@ def _by_value(values: Sequence[str]) -> str:
         f"{value} in process{'es' if len(having) > 1 else ''} {', '.join(map(str, having))}"
         for value, having in processes.items()
     )
-
-
-def _flatten(facts: Facts, prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for key, value in facts.items():
-        if isinstance(value, Mapping) and value:
-            pairs += _flatten(value, f"{prefix}{key}.")
-        else:
-            pairs.append((f"{prefix}{key}", value))
-    return pairs
 
 
 def _text(value: Any) -> str:

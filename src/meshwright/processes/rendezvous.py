@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
 from meshwright.processes.ports import EVERYWHERE, Address, check_own_name, listen, resolve
+from meshwright.text.json_text import parse_json
 
 MAX_MESSAGE = 4096
 """Bytes; a client that sends more is not one of our processes."""
@@ -346,10 +347,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _read_json(line: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return {}
+    message = parse_json(line)
     return message if isinstance(message, dict) else {}
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import yaml
 
-from meshwright.config.origins import flatten
 from meshwright.errors import UserError
 from meshwright.runtime.versions import own_version
-from meshwright.text.json_text import finite, parse_json
+from meshwright.text.json_text import finite, flatten, parse_json
 from meshwright.text.masking import mask_tree, mask_value
 from meshwright.tracking.run_files import read_lines, read_metrics, run_name
 

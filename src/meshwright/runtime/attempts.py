@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from meshwright.text.json_text import write_atomically
+
 EARLIER_ATTEMPTS = "MESHWRIGHT_EARLIER_ATTEMPTS"
 """The environment variable with the earlier attempts, as JSON."""
 PROCESS_RANGE = "MESHWRIGHT_PROCESS_RANGE"
@@ -126,9 +128,7 @@ class Report:
 
     def write(self, file: Path) -> None:
         """Write the report; a reader sees all of it or none."""
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        draft.replace(file)
+        write_atomically(file, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, file: Path) -> Report | None:

@@ -1,10 +1,12 @@
-"""JSON that any program can read: numbers it cannot hold, and text that is cut off."""
+"""JSON: numbers it cannot hold, text that is cut off, files, and dotted keys."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -23,3 +25,31 @@ def parse_json(content: str | bytes) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError):
         return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none that can be read."""
+    try:
+        value = parse_json(path.read_bytes())
+    except OSError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that readers see either all of the new text or what was there before."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and their values; an empty mapping is a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

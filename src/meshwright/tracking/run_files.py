@@ -10,10 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.text.json_text import finite, parse_json
+from meshwright.text.json_text import finite, parse_json, read_object, write_atomically
+from meshwright.tracking.tracker import Tracker
 
 
-class RunFiles:
+class RunFiles(Tracker):
     """A tracker that writes the files of a run folder, one line at a time.
 
     A resumed run appends to the same files. Numbers that JSON cannot hold (NaN, infinity) are
@@ -29,13 +30,13 @@ class RunFiles:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         written = {"format": 1, "started": now, **facts}
         path = self._folder / "run.json"
-        if earlier := _read_object(path):
+        if earlier := read_object(path):
             written["started"] = earlier.get("started", written["started"])
             written["name"] = written.get("name") or earlier.get("name")
             written["resumed"] = [*earlier.get("resumed", []), now]
         # A result from before the interruption is out of date.
         (self._folder / "result.json").unlink(missing_ok=True)
-        _write_atomically(path, written)
+        _write(path, written)
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl."""
@@ -54,7 +55,7 @@ class RunFiles:
             file.close()
         self._files.clear()
         if result:
-            _write_atomically(self._folder / "result.json", result)
+            _write(self._folder / "result.json", result)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if name not in self._files:
@@ -108,17 +109,9 @@ def repair_last_line(path: Path) -> None:
             file.truncate(start)
 
 
-def _write_atomically(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file so that readers see either the old content or the new."""
+def _write(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text + "\n", encoding="utf-8")
-    beside.replace(path)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    value = parse_json(path.read_bytes()) if path.is_file() else None
-    return value if isinstance(value, dict) else {}
+    write_atomically(path, text + "\n")
 
 
 _SHORT_FACTS = ("plan", "mesh", "devices", "parameters", "global_batch_size", "versions", "dataset")
@@ -127,16 +120,9 @@ _SHORT_FACTS = ("plan", "mesh", "devices", "parameters", "global_batch_size", "v
 
 def run_name(folder: Path, facts: Mapping[str, Any]) -> str:
     """Return the name a run was given, or the end of its folder's path: its date and its time."""
-    given = facts.get("name") or _saved_name(folder)
+    # A resumed run keeps the name in run.json.
+    given = facts.get("name") or read_object(folder / "run.json").get("name")
     return given if isinstance(given, str) and given else "/".join(folder.absolute().parts[-2:])
-
-
-def _saved_name(folder: Path) -> Any:
-    """Return the name in run.json, which a resumed run keeps."""
-    try:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8")).get("name")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def service_settings(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,9 @@ import jax
 from meshwright.checkpoint import FOLDER, CheckpointReader
 from meshwright.config.schema import CheckpointConfig
 from meshwright.errors import ANY, Setting, UserError
-from meshwright.processes import broadcast, is_main
+from meshwright.processes import attempt_on_main, broadcast, is_main
 from meshwright.step.canonical import CanonicalState
+from meshwright.text.json_text import read_object
 from meshwright.text.units import counted, human_bytes
 
 FILE = "run.lock"
@@ -94,14 +95,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 def _on_main(folder: Path, act: Callable[[], None]) -> None:
     """Act on process 0; raise the same error on all processes if that fails."""
-    problem = ""
-    if is_main():
-        try:
-            act()
-        except OSError as error:
-            problem = str(error)
-    problem = broadcast(problem)
-    if problem:
+    if problem := attempt_on_main(act):
         raise UserError(
             f"cannot write the output directory {folder.absolute()}",
             why=problem,
@@ -171,7 +165,7 @@ class RunLock:
         """Remove the lock file if it is this process's own; safe to call again."""
         if is_main():
             atexit.unregister(self.release)
-            holder = _read(self._path)
+            holder = read_object(self._path)
             if holder == _this_process(holder):
                 self._path.unlink(missing_ok=True)
 
@@ -179,9 +173,9 @@ class RunLock:
 def refuse_locked(folder: Path) -> None:
     """Raise if another process has the folder, without locking it."""
     path = folder / FILE
-    holder = _read(path) if is_main() else None
-    free = holder is None or holder == _this_process(holder) or _is_stale(holder)
-    problem = broadcast("" if holder is None or free else _describe(holder))
+    holder = read_object(path) if is_main() else {}
+    free = not holder or holder == _this_process(holder) or _is_stale(holder)
+    problem = broadcast("" if free else _describe(holder))
     if problem:
         _raise(path, problem)
 
@@ -192,8 +186,8 @@ def _try_to_lock(path: Path) -> str:
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
-            holder = _read(path)
-            if holder is None:
+            holder = read_object(path)
+            if not holder:
                 time.sleep(_WRITING_SECONDS)
             elif not _is_stale(holder):
                 return _describe(holder)
@@ -212,20 +206,20 @@ def _remove_stale(path: Path, holder: dict[str, Any]) -> None:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             # Whoever waited here holds the old file; only the first finds it still in place.
-            if os.fstat(file.fileno()).st_ino == path.stat().st_ino and _read(path) == holder:
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino and read_object(path) == holder:
                 path.unlink()
     except FileNotFoundError:
         return
 
 
-def _this_process(values: dict[str, Any] | None) -> dict[str, Any]:
+def _this_process(values: dict[str, Any]) -> dict[str, Any]:
     """Return what a lock of this process holds, with the given time."""
     job, restart = _slurm_job()
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": _start_of(os.getpid()),
-        "since": (values or {}).get("since", ""),
+        "since": values.get("since", ""),
         **({"job": job, "restart": restart} if job else {}),
     }
 
@@ -270,14 +264,6 @@ def _start_of(pid: int) -> str:
     except OSError:
         return ""
     return f"{boot} {fields[19]}"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
 
 
 def _describe(holder: dict[str, Any]) -> str:

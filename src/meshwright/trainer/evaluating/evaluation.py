@@ -55,14 +55,12 @@ class Evaluator:
             state: the training state.
             warn: called if evaluation cannot run in pipeline stages as training does.
         """
-        with MemoryAdvice(self._programs.assembled).during(lambda: "evaluating", trains=False):
-            return self._evaluate(state, warn)
-
-    def _evaluate(self, state: TrainState, warn: Callable[[str], None]) -> dict[str, float]:
         sums, num_samples = _Sums(), 0
-        leaves, heartbeat = self._programs.assembled.step.leaf_values(state), own_heartbeat()
+        assembled, heartbeat = self._programs.assembled, own_heartbeat()
         with ExitStack() as stack:
-            tell = None
+            advice = MemoryAdvice(assembled).during(lambda: "evaluating", trains=False)
+            stack.enter_context(advice)
+            leaves, tell = assembled.step.leaf_values(state), None
             for batch in self.samples:
                 heartbeat.tick()
                 self._check_structure(batch.arrays)
@@ -197,22 +195,16 @@ def predict(
     Returns:
         The function's tree, with NumPy arrays of all samples.
     """
-    with MemoryAdvice(programs.assembled).during(lambda: "predicting", trains=False):
-        return _predict(programs, state, data, function)
-
-
-def _predict(
-    programs: Programs, state: TrainState, data: Data, function: Callable[[Any, Any], Any]
-) -> Any:
     parts: list[Any] = []
-    leaves = programs.assembled.step.leaf_values(state)
     in_flight: deque[Any] = deque()
-    for batch in EverySample(programs.assembled, data, in_order=True):
-        run = programs.prediction(function, batch.arrays)
-        in_flight.append(run(leaves, jax.tree.leaves(batch.arrays)))
-        if len(in_flight) > MAX_IN_FLIGHT:
-            parts.append(jax.device_get(in_flight.popleft()))
-    parts.extend(jax.device_get(part) for part in in_flight)
+    with MemoryAdvice(programs.assembled).during(lambda: "predicting", trains=False):
+        leaves = programs.assembled.step.leaf_values(state)
+        for batch in EverySample(programs.assembled, data, in_order=True):
+            run = programs.prediction(function, batch.arrays)
+            in_flight.append(run(leaves, jax.tree.leaves(batch.arrays)))
+            if len(in_flight) > MAX_IN_FLIGHT:
+                parts.append(jax.device_get(in_flight.popleft()))
+        parts.extend(jax.device_get(part) for part in in_flight)
     if not parts:
         raise no_data()
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

@@ -19,12 +19,12 @@ from meshwright.checkpoint.damage import (
     list_set_aside,
     set_aside,
 )
-from meshwright.config.origins import flatten
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.runtime.attempts import EarlierAttempts
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
+from meshwright.text.json_text import flatten
 from meshwright.text.masking import mask_tree
 from meshwright.tracking.run_files import read_metrics
 from meshwright.trainer.run_dir import refuse_locked
