@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -193,22 +193,21 @@ def make_plan(config: Config, num_devices: int) -> Plan:
             f"it was made for, or plan again for {num_devices}",
         ) from None
     training = config.training
-    batch = solve_pipeline_batch(
-        config.pipeline,
+    return plan_on(
         sizes,
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=_known_size(training.micro_batch_size),
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        sync_gradients_every=training.sync_gradients_every,
-    )
-    return Plan(
-        mesh=shown_sizes(sizes),
-        batch=batch,
+        config.pipeline,
+        solve_pipeline_batch(
+            config.pipeline,
+            sizes,
+            global_batch_size=training.global_batch_size,
+            micro_batch_size=_known_size(training.micro_batch_size),
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            sync_gradients_every=training.sync_gradients_every,
+        ),
         sharding=config.sharding,
         precision=precision(config),
         matmul=config.precision.matmul,
         kernels=config.kernels,
-        **pipeline_fields(config.pipeline, sizes, batch),
     )
 
 
@@ -322,22 +321,12 @@ def precision(config: Config) -> Precision:
     return mixed or compute or "no"
 
 
-class PipelineFields(TypedDict, total=False):
-    """The fields of a `Plan` that describe its pipeline."""
-
-    schedule: str
-    num_microbatches: int
-    num_chunks: int
-
-
-def pipeline_fields(
-    pipeline: PipelineConfig, sizes: Mapping[str, int], batch: Batch
-) -> PipelineFields:
-    """Return the pipeline fields of a plan; empty without stages."""
-    if sizes.get("pipe", 1) == 1:
-        return {}
-    return {
-        "schedule": pipeline.schedule,
-        "num_microbatches": pipeline.num_microbatches or batch.gradient_accumulation_steps,
-        "num_chunks": pipeline.num_chunks if pipeline.schedule == "interleaved" else 1,
-    }
+def plan_on(
+    sizes: Mapping[str, int], pipeline: PipelineConfig, batch: Batch, **others: Any
+) -> Plan:
+    """Return the plan for a mesh of these sizes; ``others`` are further fields of the plan."""
+    if sizes.get("pipe", 1) > 1:
+        others["schedule"] = pipeline.schedule
+        others["num_microbatches"] = pipeline.num_microbatches or batch.gradient_accumulation_steps
+        others["num_chunks"] = pipeline.num_chunks if pipeline.schedule == "interleaved" else 1
+    return Plan(mesh=shown_sizes(sizes), batch=batch, **others)

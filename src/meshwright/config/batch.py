@@ -40,13 +40,9 @@ class Batch(Frozen):
         steps, sync = self.gradient_accumulation_steps, self.sync_gradients_every
         product = self.micro_batch_size * self.replicas * steps
         if self.global_batch_size != product:
-            raise UserError(
-                "the batch sizes contradict each other",
-                why=f"micro_batch_size {self.micro_batch_size} × "
-                f"{describe_replicas(self.replicas)} × gradient_accumulation_steps {steps} = "
-                f"{product}, "
-                f"but global_batch_size is {self.global_batch_size}",
-                fix=f"{_would_work(product)}; or leave one of the three out, and it is derived",
+            fix = f"{_would_work(product)}; or leave one of the three out, and it is derived"
+            raise _contradiction(
+                self.global_batch_size, self.micro_batch_size, self.replicas, steps, fix
             )
         if steps % sync:
             key, choices = "training.sync_gradients_every", nearest_divisors(steps, sync)
@@ -128,6 +124,16 @@ def _divide(total: int, by: int, meaning: str, instead: str = "") -> int:
     )
 
 
+def _contradiction(total: int, micro: int, replicas: int, steps: int, fix: str) -> UserError:
+    return UserError(
+        "the batch sizes contradict each other",
+        why=f"micro_batch_size {micro} × {describe_replicas(replicas)} × "
+        f"gradient_accumulation_steps {steps} = {micro * replicas * steps}, but "
+        f"global_batch_size is {total}",
+        fix=fix,
+    )
+
+
 def _would_work(*sizes: int) -> str:
     """Suggest sizes, both for users who pass batches and for those who write a config."""
     return f"a global batch of {either(sizes)} samples would work ({GLOBAL_BATCH_SIZE})"
@@ -180,12 +186,7 @@ def check_file_batch(values: Mapping[str, Any], is_plan: Callable[[dict[str, Any
             why=f"data={data} × fsdp={fsdp} = {replicas}, but batch.replicas is {written}",
             fix=f"write {fix}",
         )
-    raise UserError(
-        "the batch sizes contradict each other",
-        why=f"micro_batch_size {micro} × {describe_replicas(replicas)} × "
-        f"gradient_accumulation_steps {steps} = {product}, but global_batch_size is {total}",
-        fix=f"write {fix}",
-    )
+    raise _contradiction(total, micro, replicas, steps, f"write {fix}")
 
 
 def _choices(sizes: Mapping[str, int], replicas: int) -> Iterator[dict[str, int]]:

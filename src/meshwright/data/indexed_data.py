@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import sample_ids
 from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, Source
-from meshwright.data.samples import plain_tree
+from meshwright.data.samples import leaf_shapes, plain_tree
 from meshwright.errors import UserError
 
 
@@ -111,12 +112,6 @@ def take_rows(batch: Any, rows: Rows | None) -> Any:
     """Return these rows of a batch's arrays; all of them if ``rows`` is None."""
     if rows is None:
         return batch
-    if isinstance(batch, dict):
-        return {name: take_rows(value, rows) for name, value in batch.items()}
-    if isinstance(batch, np.ndarray):
-        return batch[rows]
-    import jax
-
     return jax.tree.map(lambda array: np.asarray(array)[rows], batch)
 
 
@@ -226,14 +221,5 @@ def select_rows(batch: Any, batch_size: int, step: int, rows: Rows | None) -> An
 
 def count_samples(batch: Any, default: int = 0) -> int:
     """Return the size of dim 0 of the first array; ``default`` if there is none."""
-    shape = _first_shape(batch)
+    shape = next(iter(leaf_shapes(batch).values()), ())
     return shape[0] if shape else default
-
-
-def _first_shape(batch: Any) -> tuple[int, ...]:
-    """Return the shape of the first array; empty if there is none, which `read_batch` refuses."""
-    if isinstance(batch, Mapping):
-        return _first_shape(next(iter(batch.values()), ()))
-    if isinstance(batch, list | tuple):
-        return _first_shape(batch[0]) if batch else ()
-    return tuple(getattr(batch, "shape", ()))

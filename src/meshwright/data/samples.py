@@ -64,21 +64,14 @@ class ColumnSource(SampleSource):
         return {name: _column(name, values, ids) for name, values in columns.items()}
 
 
-def text_columns(dataset: Any) -> list[str]:
-    """Return the columns of a Hugging Face dataset that hold text."""
-    features = getattr(dataset, "features", None)
-    if not isinstance(features, Mapping):
-        return []
-    return [
+def refuse_text_columns(dataset: Any) -> None:
+    """Raise if columns of a Hugging Face dataset hold text, which no model can read."""
+    features = dataset.features if isinstance(dataset.features, Mapping) else {}
+    columns = [
         str(name)
         for name, feature in features.items()
         if getattr(feature, "dtype", "") in ("string", "large_string")
     ]
-
-
-def refuse_text_columns(dataset: Any) -> None:
-    """Raise if columns of a Hugging Face dataset hold text, which no model can read."""
-    columns = text_columns(dataset)
     if columns:
         raise UserError(
             f"the column `{columns[0]}` of the dataset holds text"

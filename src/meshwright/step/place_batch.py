@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from meshwright.trees import Batch
 
 
-def local_rows(sharding: NamedSharding, batch_size: int) -> NDArray[np.int64]:
-    """Return the rows of a global batch that this process's devices hold, in order."""
+def local_rows(sharding: NamedSharding, batch_size: int) -> NDArray[np.int64] | None:
+    """Return the rows of a global batch that this process's devices hold; None if it is alone."""
+    if jax.process_count() == 1:
+        return None
     held = [
         np.arange(batch_size)[index[0]]
         for device, index in sharding.devices_indices_map((batch_size,)).items()

@@ -52,7 +52,7 @@ class BatchLoader:
         self._batch_size = batch_size
         self._sharding = sharding
         self._workers, self._prefetch = workers, prefetch
-        self._rows = local_rows(sharding, batch_size) if process_count() > 1 else None
+        self._rows = local_rows(sharding, batch_size)
 
     @contextmanager
     def open(self, start: int, stop: int | None) -> Generator[Iterator[list[Any]]]:

@@ -148,7 +148,7 @@ class EverySample:
             raise _endless(self.data, predicting=predicting)
 
     def _full_batches(self, count: int) -> Iterator[PlacedBatch]:
-        rows = _local_rows(self._sharding, self._size)
+        rows = local_rows(self._sharding, self._size)
         stream = load_batches(self.data, batch_size=self._size, start=0, stop=count, rows=rows)
         with stream:
             for batch in read_batches(stream):
@@ -160,7 +160,7 @@ class EverySample:
         for first, size in ((0, whole), (whole, count - whole)):
             if not size:
                 continue
-            rows = _local_rows(self._sharding_of(size), size)
+            rows = local_rows(self._sharding_of(size), size)
             wanted = first + (np.arange(size, dtype=np.int64) if rows is None else rows)
             batch = read_batch(self.data.batch(step, self._size, wanted))
             yield self._place(batch, size, rows)
@@ -205,10 +205,6 @@ def no_data() -> UserError:
         why="eval_data has no batches; a generator can only be read once",
         fix="give a list of batches, or a dict of arrays",
     )
-
-
-def _local_rows(sharding: NamedSharding, size: int) -> Rows | None:
-    return local_rows(sharding, size) if process_count() > 1 else None
 
 
 def _endless(data: Data, *, predicting: bool) -> UserError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from meshwright.config.batch import Batch
+from meshwright.config.batch import solve_batch
 from meshwright.errors import UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.plan import Plan
@@ -126,14 +126,11 @@ def _with_microbatches(plan: Plan, mesh: dict[str, int], replicas: int, count: i
     # What was done once per update, or flushed with it, still is.
     once = old.sync_gradients_every == old.gradient_accumulation_steps > 1
     whole = plan.num_microbatches == old.gradient_accumulation_steps and plan.size("pipe") > 1
-    batch = Batch.parse(
-        {
-            "global_batch_size": old.global_batch_size,
-            "micro_batch_size": old.global_batch_size // (replicas * count),
-            "replicas": replicas,
-            "gradient_accumulation_steps": count,
-            "sync_gradients_every": count if once else old.sync_gradients_every,
-        }
+    batch = solve_batch(
+        replicas=replicas,
+        global_batch_size=old.global_batch_size,
+        gradient_accumulation_steps=count,
+        sync_gradients_every=count if once else old.sync_gradients_every,
     )
     return Plan.parse(
         {

@@ -37,9 +37,7 @@ class LearningRate:
         """Return the learning rate of an update."""
         if self._schedule is None:
             return {}
-        # On a CPU, where it does not wait for the step.
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return {"learning_rate": float(self._schedule(update - 1))}
+        return {"learning_rate": rate_at(self._schedule, update - 1)}
 
     def of_state(self, state: TrainState) -> dict[str, Any]:
         """Return the learning rate that is part of a state, as an array."""
@@ -47,6 +45,13 @@ class LearningRate:
             return {}
         # A copy, because the next update reuses the state's memory.
         return {"learning_rate": jnp.copy(state.optimizer[self._leaf])}
+
+
+def rate_at(schedule: Callable[[int], Any], done: int) -> float:
+    """Return the learning rate after this many updates."""
+    # On a CPU, where it does not wait for the step.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return float(schedule(done))
 
 
 def find_schedule(optimizer: Any) -> Callable[[int], Any] | None:

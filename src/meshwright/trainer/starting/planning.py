@@ -18,8 +18,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import Hardware
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.inputs.user_model import model_source
-from meshwright.mesh.axes import shown_sizes
-from meshwright.plan import Plan, pipeline_fields, resolve_mesh
+from meshwright.plan import Plan, plan_on, resolve_mesh
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimate import Estimate
@@ -144,13 +143,13 @@ def _plan_for_all(settings: TrainerSettings, num_samples: int, num_devices: int)
         gradient_accumulation_steps=None if steps == 1 else steps,
         sync_gradients_every=settings.sync_gradients_every,
     )
-    return Plan(
-        mesh=shown_sizes(sizes),
-        batch=batch,
+    return plan_on(
+        sizes,
+        pipeline,
+        batch,
         sharding=settings.sharding,
         precision=settings.precision,
         kernels=settings.kernels,
-        **pipeline_fields(pipeline, sizes, batch),
     )
 
 

@@ -147,9 +147,7 @@ class Restoring:
 
 def newest_checkpoint(run_dir: Path | None) -> int | None:
     """Return the update of a run's newest checkpoint; None if it has none."""
-    if run_dir is None or not (run_dir / FOLDER).is_dir():
-        return None
-    return CheckpointReader(run_dir / FOLDER).latest()
+    return None if run_dir is None else CheckpointReader(run_dir / FOLDER).latest()
 
 
 def with_resuming(error: OutOfMemory, run_dir: Path | None) -> OutOfMemory:

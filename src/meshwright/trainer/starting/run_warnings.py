@@ -5,10 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-import jax
-import numpy as np
-import optax
-
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.batch import Batch
 from meshwright.config.schema import Config
@@ -18,6 +14,7 @@ from meshwright.recipe import Recipe, learning_rate, training_duration
 from meshwright.text.units import counted
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_progress import StopReason
+from meshwright.trainer.starting.learning_rate import rate_at
 from meshwright.trainer.trained.fit_result import FitResult
 
 WARMUP = "optimizer.warmup_steps"
@@ -110,8 +107,8 @@ def _long_warmup(config: Config, updates: int | None, batch_size: int) -> list[s
     rate = learning_rate(config, batch_size, updates)
     return [
         f"{Setting('optimizer.warmup_steps', warmup)} is not shorter than the run of "
-        f"{counted(updates, 'update')}: the learning rate ends at {_at(rate, updates - 1):.3g} "
-        f"and never reaches {_at(rate, warmup):.3g}"
+        f"{counted(updates, 'update')}: the learning rate ends at {rate_at(rate, updates - 1):.3g} "
+        f"and never reaches {rate_at(rate, warmup):.3g}"
     ]
 
 
@@ -129,9 +126,9 @@ def raised_rate(
         return []
     new = learning_rate(config, resumed.global_batch_size, updates)
     done = resumed.update
-    if not done or _at(new, done) <= NOTICEABLE * _at(old, done):
+    if not done or rate_at(new, done) <= NOTICEABLE * rate_at(old, done):
         return []
-    last, rate = _at(old, done - 1), _at(new, done)
+    last, rate = rate_at(old, done - 1), rate_at(new, done)
     longer = f" ended at update {old_updates} and now ends at update {updates}"
     why = "" if old_updates == updates else longer
     schedule = Setting("optimizer.schedule", config.optimizer.schedule)
@@ -142,12 +139,6 @@ def raised_rate(
         f"{Setting('optimizer.learning_rate')} to continue with, and "
         f"{Setting('checkpoint.accept_changes', True)}"
     ]
-
-
-def _at(rate: optax.Schedule, update: int) -> float:
-    # On a CPU, where it does not wait for other work.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return float(np.asarray(rate(update)))
 
 
 def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: int) -> None:
