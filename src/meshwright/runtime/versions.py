@@ -22,6 +22,7 @@ def own_version() -> str:
     return package_versions().get("meshwright", "(not installed)")
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of these packages, by name."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}

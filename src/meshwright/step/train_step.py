@@ -191,6 +191,10 @@ class TrainStep:
 
     def abstract_state(self) -> TrainState:
         """Return the state as ShapeDtypeStructs with shardings."""
+        return self._abstract_state
+
+    @functools.cached_property
+    def _abstract_state(self) -> TrainState:
         structs = [step.leaf.struct for step in self.traced.layout.step_leaves]
         abstract = jax.eval_shape(self.fresh_state, structs)
         return jax.tree.map(
