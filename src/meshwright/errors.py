@@ -7,6 +7,8 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum, IntEnum
+from functools import partial
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -37,6 +39,10 @@ class MeshwrightError(Exception):
         self.why = why
         self.fix = fix
         super().__init__("\n".join(part for part in (what, why, fix) if part))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the message in its parts; processes that read data send it to the trainer."""
+        return partial(type(self), self.what, why=self.why, fix=self.fix), ()
 
     def add_note(self, note: str, /) -> None:
         """Add a note, but not JAX's about its hidden frames: the message should come last."""

@@ -30,6 +30,14 @@ def key_data(value: Any) -> Any:
     return jax.random.key_data(value) if is_key(value) else value
 
 
+def from_key_data(value: Any, dtype: Any) -> Any:
+    """Return what `key_data` made of an array of this dtype as it was; other arrays unchanged."""
+    if not is_key(dtype):
+        return value
+    # The dtype of a key knows its generator, which need not be the default one.
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(jnp.empty((0,), dtype)))
+
+
 def resize_batch(batch: Batch, num_samples: int) -> Batch:
     """Return the shapes of a batch (a tree of arrays or shapes) with this many samples."""
     return jax.tree.map(
@@ -39,10 +47,7 @@ def resize_batch(batch: Batch, num_samples: int) -> Batch:
 
 def divide_batch(batch: Batch, parts: int) -> Batch:
     """Return the shapes of one of ``parts`` equal parts of a batch."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype),
-        batch,
-    )
+    return jax.tree.map(lambda leaf: resize_batch(leaf, leaf.shape[0] // parts), batch)
 
 
 def check_num_samples(sizes: Mapping[str, int], name: str) -> int:

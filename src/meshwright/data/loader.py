@@ -90,9 +90,9 @@ class BatchStream(Iterator[HostBatch]):
         except BaseException:
             self.close()
             raise
-        if isinstance(batch, _Failed):
+        if isinstance(batch, Exception):
             self.close()
-            raise batch.error()
+            raise batch.with_traceback(None)
         # A batch read by another process is in shared memory, which is freed once it is copied.
         return jax.tree.map(np.array, batch) if self._shared else batch
 
@@ -132,21 +132,6 @@ class _Read:
             with spelled_for(self.spelling), doing(f"reading batch {step}"):
                 return self.data.batch(int(step), self.batch_size, self.rows)
         except OutOfData:
-            return _Failed(StopIteration)
+            return StopIteration()
         except MeshwrightError as error:
-            return _Failed(type(error), error.what, error.why, error.fix)
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """An error taken apart, so that it can be pickled."""
-
-    kind: type[Exception]
-    what: str = ""
-    why: str = ""
-    fix: str = ""
-
-    def error(self) -> Exception:
-        if issubclass(self.kind, MeshwrightError):
-            return self.kind(self.what, why=self.why, fix=self.fix)
-        return self.kind()
+            return error

@@ -76,12 +76,9 @@ class VAE(nnx.Module):
         latent_size: int = 20,
         rngs: nnx.Rngs,
     ) -> None:
-        self.encoder = Encoder(
-            input_size=input_size, hidden_size=hidden_size, latent_size=latent_size, rngs=rngs
-        )
-        self.decoder = Decoder(
-            input_size=input_size, hidden_size=hidden_size, latent_size=latent_size, rngs=rngs
-        )
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "latent_size": latent_size}
+        self.encoder = Encoder(**sizes, rngs=rngs)
+        self.decoder = Decoder(**sizes, rngs=rngs)
         self.noise = rngs["noise"].fork()
         self.deterministic = False
 

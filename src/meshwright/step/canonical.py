@@ -16,7 +16,7 @@ from meshwright.program.trace.layout import StepLeaf
 from meshwright.sharding.placement import to_spec
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import LossScale, TrainState, all_finite
-from meshwright.trees import is_key, key_data
+from meshwright.trees import from_key_data, is_key, key_data
 
 CanonicalState = dict[str, dict[str, Any]]
 """Arrays by group (params, state, optimizer, counters) and canonical path, as on disk."""
@@ -112,7 +112,9 @@ class CanonicalForm:
     def _to_state(self, groups: CanonicalState) -> TrainState:
         leaves = self._layout.leaves
         values = [
-            _like(groups["params" if leaf.role == "param" else "state"][leaf.path], leaf.dtype)
+            from_key_data(
+                groups["params" if leaf.role == "param" else "state"][leaf.path], leaf.dtype
+            )
             for leaf in leaves
         ]
         fresh = self._step.fresh_state(self._layout.from_canonical(values))
@@ -122,7 +124,7 @@ class CanonicalForm:
             params=fresh.params,
             model_state=fresh.model_state,
             optimizer=[
-                _like(join([groups["optimizer"][path] for path in paths]), described.dtype)
+                from_key_data(join([groups["optimizer"][path] for path in paths]), described.dtype)
                 for (paths, _, join), described in zip(
                     self._optimizer, self._step.optimizer.leaves, strict=True
                 )
@@ -177,10 +179,3 @@ def _is_finite(state: TrainState) -> Array:
     floats = [x for x in others if jnp.issubdtype(x.dtype, jnp.floating)]
     numbers = jnp.array([~jnp.isnan(leaf).any() for leaf in floats], bool)
     return all_finite(state.params) & numbers.all()
-
-
-def _like(value: Any, dtype: Any) -> Any:
-    if not is_key(dtype):
-        return value
-    # The dtype of a key knows its generator, which need not be the default one.
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(jnp.empty((0,), dtype)))

@@ -228,9 +228,8 @@ class FlightRecord:
     @property
     def batch(self) -> Any:
         """The global batch, nested as the loss gets it."""
-        return _nest(
-            [([*each["path"]], leaf) for each, leaf in zip(self._arrays, self.leaves, strict=True)]
-        )
+        paths = ([*each["path"]] for each in self.facts["arrays"])
+        return _nest(list(zip(paths, self.leaves, strict=True)))
 
     def rows(self, rows: Any) -> Any:
         """Return these rows of the batch, nested in the same way."""
@@ -241,10 +240,6 @@ class FlightRecord:
         """Return the number of a sample in the data, or its row if the data do not number them."""
         samples = self.facts["samples"]
         return row if samples is None else samples[row]
-
-    @property
-    def _arrays(self) -> list[dict[str, Any]]:
-        return self.facts["arrays"]
 
 
 def read_record(path: Any) -> FlightRecord:

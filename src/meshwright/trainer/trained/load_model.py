@@ -29,7 +29,7 @@ from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
 from meshwright.runtime.user_code import is_users_file
 from meshwright.step.assemble import set_eval_mode
-from meshwright.trees import is_key
+from meshwright.trees import from_key_data, is_key, key_data
 from meshwright.weights.families import read_architecture
 from meshwright.weights.hf_folder import CONFIG, describe_differences, is_hf_folder, open_folder
 from meshwright.weights.hf_model import hf_model
@@ -171,14 +171,9 @@ def _refuse_foreign_code(kind: str, run: Path) -> None:
 
 def _stored_shape(leaf: Leaf) -> tuple[int, ...]:
     """Return the shape of a leaf on disk, where random keys are words."""
-    if not is_key(leaf.dtype):
-        return leaf.shape
-    words = jax.eval_shape(jax.random.key_data, leaf.struct)
-    return tuple(words.shape)
+    return tuple(jax.eval_shape(key_data, leaf.struct).shape)
 
 
 def _read(array: Any, leaf: Leaf) -> Any:
-    if not is_key(leaf.dtype):
-        return jnp.asarray(array, leaf.dtype)
-    impl = jax.random.key_impl(jnp.empty((0,), leaf.dtype))
-    return jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
+    dtype = None if is_key(leaf.dtype) else leaf.dtype
+    return from_key_data(jnp.asarray(array, dtype), leaf.dtype)
