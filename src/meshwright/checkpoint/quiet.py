@@ -2,7 +2,7 @@
 
 Orbax closes its event loop at the first error. TensorStore then prints a traceback for each array
 whose reading or writing ends later, and Python one for each that no one waits for any more. The
-first error is reported by whoever made the call.
+first error is reported by the caller.
 """
 
 from __future__ import annotations

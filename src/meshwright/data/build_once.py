@@ -32,7 +32,7 @@ class BuildLock:
     """A lock that the system releases when its process ends, for whatever reason.
 
     Attributes:
-        path: the lock's file, which whoever held the lock removes.
+        path: the lock's file, which its last holder removes.
         exclusive: whether others are really kept out; some file systems have no locks.
     """
 

@@ -57,7 +57,7 @@ class Expected:
 def _compare(
     shapes: dict[str, Shape], expected: dict[str, tuple[Shape, Any]], name: str
 ) -> bool | None:
-    """Return whether shapes are those of one sample of a batch; None if they do not tell."""
+    """Return whether shapes are those of one sample of a batch; None if they fit neither."""
     each = [shape[1:] for shape, _ in expected.values()]
     pairs = [
         (shape, [expected[path][0][1:]] if path in expected else each)

@@ -1,6 +1,6 @@
 """Datasets of other libraries, recognized by their methods: Grain, PyTorch, Hugging Face, tf.data.
 
-None of them is imported: whoever passes a dataset of a library has imported it.
+None of them is imported here: a user who passes a dataset has imported its library.
 """
 
 from __future__ import annotations

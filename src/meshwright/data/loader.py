@@ -128,7 +128,7 @@ class _Read:
 
     def __call__(self, step: int) -> Any:
         try:
-            # In a thread or process of its own.
+            # This runs in another thread or process.
             with spelled_for(self.spelling), doing(f"reading batch {step}"):
                 return self.data.batch(int(step), self.batch_size, self.rows)
         except OutOfData:

@@ -24,7 +24,7 @@ LEAVE_SECONDS = 10.0
 """How long processes may take to be gone after their launcher."""
 
 _ENDED = "ZX"
-"""States of processes that have ended, though nobody has asked for their exit code yet."""
+"""States of processes that have ended, but whose exit code has not been read yet."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _runs(group: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        # The number belongs to somebody else by now.
+        # The number has been given to a process of another user.
         return False
     stats = list(Path("/proc").glob("[0-9]*/stat"))
     return not stats or any(_is_running_member(path, group) for path in stats)

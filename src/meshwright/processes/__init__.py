@@ -20,6 +20,7 @@ from meshwright.processes.ports import Address, interface_for, is_loopback
 from meshwright.processes.rendezvous import Meeting, Member, MissingMembers, meet
 from meshwright.runtime.heartbeat import own_heartbeat
 from meshwright.runtime.jax_internals import distributed_state, lower_priority_of_gloo
+from meshwright.text.units import numbered
 
 JOIN_TIMEOUT = "MESHWRIGHT_JOIN_TIMEOUT"
 """The environment variable with the seconds that processes wait for each other at the start."""
@@ -309,8 +310,7 @@ def _explain_timeout(
             f"process {process_index()} arrived too late at `{what}`: the others had timed out",
             why=first_line(error),
         )
-    noun = "process" if len(absent) == 1 else "processes"
-    names = f"{noun} {', '.join(map(str, absent))}"
+    names = numbered("process", absent)
     return EnvironmentProblem(
         f"{names} did not arrive at `{what}` within {timeout_seconds:g} s",
         why=f"{len(arrived)} of {process_count()} processes arrived: "

@@ -16,6 +16,7 @@ from meshwright.errors import ProcessesDiffer
 from meshwright.processes import barrier, gather, process_count
 from meshwright.text.json_text import finite, flatten
 from meshwright.text.masking import mask_value
+from meshwright.text.units import numbered
 
 MAX_SHOWN = 8
 """Differences that an error lists."""
@@ -89,7 +90,7 @@ def _by_value(values: Sequence[str]) -> str:
     for process, value in enumerate(values):
         processes.setdefault(value, []).append(process)
     return " and ".join(
-        f"{value} in process{'es' if len(having) > 1 else ''} {', '.join(map(str, having))}"
+        f"{value} in {numbered('process', having, most=len(having))}"
         for value, having in processes.items()
     )
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
 from meshwright.processes.ports import EVERYWHERE, Address, check_own_name, listen, resolve
 from meshwright.text.json_text import parse_json
+from meshwright.text.units import numbered
 
 MAX_MESSAGE = 4096
 """Bytes; a client that sends more is not one of our processes."""
@@ -378,22 +379,14 @@ def _plural(noun: Noun) -> str:
     return "processes" if noun == "process" else f"{noun}s"
 
 
-def _named(numbers: Iterable[int], noun: Noun) -> str:
-    listed = list(numbers)
-    shown = [str(number) for number in listed[:8]] + (["…"] if len(listed) > 8 else [])
-    return f"{noun if len(listed) == 1 else _plural(noun)} {', '.join(shown)}"
-
-
 def _waiting(count: int, joined: list[int], noun: Noun) -> str:
     absent = [number for number in range(count) if number not in joined]
-    return (
-        f"waiting for {_named(absent, noun)}: {len(joined)} of {count} {_plural(noun)} have joined"
-    )
+    return f"waiting for {numbered(noun, absent)}: {len(joined)} of {count} {_plural(noun)} have joined"
 
 
 def _missing(count: int, joined: list[int], meeting: Meeting) -> MissingMembers:
     numbers = tuple(number for number in range(count) if number not in joined)
-    absent = _named(numbers, meeting.noun)
+    absent = numbered(meeting.noun, numbers)
     least = "" if meeting.least is None else f", and at least {meeting.least} are needed"
     return MissingMembers(
         f"{len(joined)} of {count} {_plural(meeting.noun)} joined, missing {absent} after "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def human_bytes(count: float) -> str:
@@ -25,6 +25,13 @@ def human_count(count: float) -> str:
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Return a count and its noun: ``1 update``, ``3 updates``, ``2 leaves``."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def numbered(noun: str, numbers: Sequence[int], most: int = 8) -> str:
+    """Return a noun and its numbers: ``process 3``, ``machines 0, 2``; after the first, ``…``."""
+    plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
+    shown = [*map(str, numbers[:most]), *(["…"] if len(numbers) > most else [])]
+    return f"{noun if len(numbers) == 1 else plural} {', '.join(shown)}"
 
 
 def a_type(value: object) -> str:

@@ -137,7 +137,7 @@ def read_duration(
 
 def read_resume(resume: Any, restart: Any) -> Any:
     """Return where a run resumes from: auto, must, never or a path; None for the default."""
-    check_kind("restart", restart, bool, "write restart=True to begin anew")
+    check_kind("restart", restart, bool, "write restart=True to start over")
     return "never" if restart else resume
 
 

@@ -14,6 +14,7 @@ from meshwright.errors import EnvironmentProblem
 from meshwright.processes import TIMEOUT_SECONDS, gather, is_main, process_count, process_index
 from meshwright.runtime.interrupt import Interrupt
 from meshwright.runtime.jax_internals import distributed_state
+from meshwright.text.units import numbered
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.run_progress import Stop, StopReason
 
@@ -201,9 +202,9 @@ class StopTogether:
     def _not_agreed(self) -> EnvironmentProblem:
         texts = self._client.key_value_dir_get(f"{self._prefix}/begun")
         heard = {int(key.rpartition("/")[2]) for key, _ in texts}
-        absent = ", ".join(str(n) for n in range(process_count()) if n not in heard)
+        absent = numbered("process", [n for n in range(process_count()) if n not in heard])
         return EnvironmentProblem(
-            f"process {absent} did not answer within {self._timeout:g} s that it stops",
+            f"{absent} did not confirm within {self._timeout:g} s that it stops",
             why="a signal asked all processes to stop after the same update",
-            fix=f"look at the output of process {absent}",
+            fix=f"look at the output of {absent}",
         )

@@ -158,7 +158,7 @@ class Trainer(TrainerSettings):
             on_metrics: called with the number (from 1) and the metrics of every logged update.
             run_dir: the run folder for metrics and checkpoints; None writes nothing.
             resume: auto (the newest checkpoint in run_dir, if any), must, never, or a path to one.
-            restart: begin anew, whatever this trainer has trained before.
+            restart: start over, even if this trainer has trained before.
             checkpoint: when to save checkpoints in run_dir, and how many to keep.
             tracking: trackers besides the files in run_dir.
             progress: show progress on stderr; by default with a run_dir or on a terminal.

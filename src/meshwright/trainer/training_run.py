@@ -116,7 +116,7 @@ class TrainingRun:
         ]
 
     def run(self) -> FitResult:
-        """Train in the run folder, which no other run can use meanwhile."""
+        """Train in the run folder, which is locked for other runs."""
         self._asked.on_checked()
         heartbeat = own_heartbeat()
         heartbeat.begin()

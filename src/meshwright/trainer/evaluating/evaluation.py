@@ -60,19 +60,19 @@ class Evaluator:
         with ExitStack() as stack:
             advice = MemoryAdvice(assembled).during(lambda: "evaluating", trains=False)
             stack.enter_context(advice)
-            leaves, tell = assembled.step.leaf_values(state), None
+            leaves, report = assembled.step.leaf_values(state), None
             for batch in self.samples:
                 heartbeat.tick()
                 self._check_structure(batch.arrays)
                 arrays = jax.tree.leaves(batch.arrays)
                 run = self._programs.evaluation(arrays, batch.num_microbatches, warn)
-                # After the first program is compiled, which is an activity of its own.
-                if tell is None:
-                    tell = stack.enter_context(activity("evaluating", afterwards=False))
-                    tell(self._how_far(0))
+                # After the first program is compiled, which is a separate activity.
+                if report is None:
+                    report = stack.enter_context(activity("evaluating", afterwards=False))
+                    report(self._how_far(0))
                 sums.add(run(leaves, arrays))
                 num_samples += batch.num_samples
-                tell(self._how_far(num_samples))
+                report(self._how_far(num_samples))
             if not num_samples:
                 raise no_data()
             return {**sums.means(), EVAL_SAMPLES: num_samples}

@@ -38,7 +38,7 @@ class EverySample:
     """Places every sample of some data on the mesh exactly once.
 
     Full batches come first, each as large as what the devices work on at a time in training. The
-    remainder is a batch of its own. If its size does not divide over the mesh, it is placed
+    remainder is a separate batch. If it cannot be sharded evenly over the mesh, it is placed
     unsharded, and the compiled program shards it unevenly. Batches that are given stay as they
     are.
 

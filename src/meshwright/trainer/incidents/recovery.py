@@ -129,7 +129,7 @@ class Recovery:
             most = trainer.max_rewinds
             return f"the run went back {counted(most, 'time')}" * (self._rewinds >= most)
         if not good:
-            # What an update makes of such a state is never finite.
+            # No update of such a state is finite.
             return "the state was not finite before it"
         if trainer.on_nonfinite == "skip":
             most = trainer.max_skipped
@@ -211,7 +211,7 @@ class Recovery:
 
 
 def _cleared(halted: Any) -> Any:
-    """Return the flag that an update was not finite as it was before."""
+    """Return a cleared flag in place of one that says that an update was not finite."""
     return jax.make_array_from_callback((), halted.sharding, lambda _: np.zeros((), bool))
 
 

@@ -1,4 +1,4 @@
-"""Replaying an update that was not finite: the same value again, its module and its samples."""
+"""Replaying an update that was not finite, to find the module and the samples responsible."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def replay(
     trainable: Filter = nnx.Param,
     devices: Sequence[Device] | None = None,
 ) -> Replay:
-    """Run a recorded update again, and find where it stops being finite.
+    """Rerun a recorded update, and find where it stops being finite.
 
     Args:
         record: the folder of the record, such as ``runs/first/incidents/000123``.
         model: the model of the run, or what builds it; not needed for a run from the command line.
         loss: the loss of the run; like the model.
-        optimizer: its optimizer, with which the very same program is compiled; without it, the
-            last bits of a finite loss may differ.
+        optimizer: its optimizer, needed to compile exactly the same program; without it, the last
+            bits of a finite loss may differ.
         clip_norm: its ``clip_norm``, for the same reason.
         trainable: NNX filter of what is trained.
         devices: the devices to run on; all by default. With fewer than the run had, one is used.

@@ -1,4 +1,4 @@
-"""What a replayed update shows, as a record, as text and as JSON."""
+"""The result of replaying an update, as a record, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class BadArray:
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of an update that was run again.
+    """The result of rerunning an update.
 
     Attributes:
         folder: the folder of the record.
         update: the update, from 1.
         batch: the number of its batch, from 0.
-        loss: the loss that was recorded, and the one of now.
-        grad_norm: the gradient norm that was recorded, and the one of now.
+        loss: the loss that was recorded, and that of the replay.
+        grad_norm: the gradient norm that was recorded, and that of the replay.
         same_bits: whether the loss is the same bit for bit.
         reproduced: whether it is not finite again.
         where: what it ran on.

@@ -128,5 +128,5 @@ def _check_same(before: CanonicalForm, after: CanonicalForm) -> None:
         raise UserError(
             "the model or the optimizer is not the one of the last fit",
             why=f"`{first}` was {old.get(first, 'missing')} and is {new.get(first, 'missing')}",
-            fix="write restart=True to begin anew",
+            fix="write restart=True to start over",
         )

@@ -99,7 +99,7 @@ def shrink_plan(plan: Plan, num_devices: int, *, keep_micro: bool = False) -> Pl
             f"a global batch of {counted(old.global_batch_size, 'sample')} cannot be divided over "
             f"{counted(replicas, 'replica')} (data × fsdp)"
         )
-    # A divisor of the old size, by which parameters can still be divided.
+    # A divisor of the old size, so that parameters can still be sharded evenly.
     fsdp = math.gcd(replicas, plan.size("fsdp"))
     mesh = {**plan.mesh, "data": replicas // fsdp, "fsdp": fsdp}
     own = old.global_batch_size // replicas

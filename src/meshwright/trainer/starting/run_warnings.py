@@ -162,7 +162,7 @@ def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: 
         texts.append(
             f"this trainer had already done {before} updates, and nothing was trained. The length "
             f"of a run counts from its first update: write steps={before + more} to do {more} "
-            "more, or restart=True to begin anew"
+            "more, or restart=True to start over"
         )
     if asked.data is not None and (dropped := asked.data.num_dropped):
         texts.append(

@@ -1,4 +1,4 @@
-"""Where a run starts: a checkpoint, the last `fit`, a folder of weights, another run, or anew."""
+"""Where a run starts: a checkpoint, the last `fit`, weights, another run, or random values."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class FitResult:
         metadata: what a checkpoint of the final state records about the run.
         run_dir: the run folder; None for a run without one.
         hf_files: what an export to Hugging Face's format needs, by file name.
-        extra: further results of whoever started the run, such as a sample of text.
+        extra: further results, such as a sample of text.
         goodput: the share of the time since the start, with earlier attempts of the same launch,
             that went into updates whose results were kept; None if the result was restored.
         attempts: how often the launcher has started the processes.

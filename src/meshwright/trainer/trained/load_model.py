@@ -154,7 +154,7 @@ def _from_config(folder: Path, update: int) -> ModelSource:
 def _refuse_foreign_code(kind: str, run: Path) -> None:
     """Raise if a checkpoint names code that the user's program has not imported itself.
 
-    Otherwise a checkpoint from somebody else could have anything imported and called.
+    Otherwise a checkpoint from a stranger could import and call anything.
     """
     module, colon, name = kind.partition(":")
     imported = sys.modules.get(module)
@@ -164,7 +164,7 @@ def _refuse_foreign_code(kind: str, run: Path) -> None:
         return
     raise UserError(
         f"the run {run} names the model {kind}, which your program has not imported",
-        why="what a checkpoint names is not imported by itself",
+        why="code that a checkpoint names is never imported automatically",
         fix=f"pass the model: mw.load_model(run, model={name}), or write `import {module}` first",
     )
 
