@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.text.units import a_type, counted
+from meshwright.text.units import a_type, counted, numbered
 
 pytestmark = pytest.mark.quick
 
@@ -28,3 +28,9 @@ def test_types_have_their_article():
         "a NoneType",
         "a bytes",
     ]
+
+
+def test_nouns_have_their_numbers_and_a_long_list_is_cut():
+    assert numbered("process", [3]) == "process 3"
+    assert numbered("process", [0, 2]) == "processes 0, 2"
+    assert numbered("machine", range(9), most=2) == "machines 0, 1, …"

@@ -380,8 +380,8 @@ def _plural(noun: Noun) -> str:
 
 
 def _waiting(count: int, joined: list[int], noun: Noun) -> str:
-    absent = [number for number in range(count) if number not in joined]
-    return f"waiting for {numbered(noun, absent)}: {len(joined)} of {count} {_plural(noun)} have joined"
+    absent = numbered(noun, [number for number in range(count) if number not in joined])
+    return f"waiting for {absent}: {len(joined)} of {count} {_plural(noun)} have joined"
 
 
 def _missing(count: int, joined: list[int], meeting: Meeting) -> MissingMembers:

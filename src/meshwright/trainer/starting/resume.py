@@ -159,9 +159,22 @@ def earlier_evaluations(
 
 
 def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
-    """Raise if the arrays of a checkpoint are not those of the run."""
-    shapes = CheckpointReader(point.folder).shapes(point.update)
-    _check_shapes(shapes, form.structs, point)
+    """Raise if the arrays of a checkpoint are not those of the run, and name the first of them."""
+    saved = CheckpointReader(point.folder).shapes(point.update)
+    names = {"params": "parameter", "state": "state", "optimizer": "optimizer state"}
+    for group, name in names.items():
+        need = {path: tuple(struct.shape) for path, struct in form.structs[group].items()}
+        have = as_named_now(saved.get(group, {}), need)
+        for path in dict.fromkeys([*need, *have]):
+            if have.get(path) != need.get(path):
+                raise UserError(
+                    f"the checkpoint {point.path} does not fit the "
+                    f"{'optimizer' if group == 'optimizer' else 'model'}",
+                    why=f"{name} `{path}` is {_shape(have, path)} in the checkpoint and "
+                    f"{_shape(need, path)} in the run",
+                    fix="use the model and the optimizer it was trained with, or another folder "
+                    f"({Setting('hydra.run.dir', ANY)})",
+                )
 
 
 def check_same_run(
@@ -266,26 +279,6 @@ def _newest_sound(
         fix = f"write {Setting('hydra.run.dir', ANY)} with a new folder to start over"
         raise all_damaged(reader.folder, damaged, fix)
     return {}
-
-
-def _check_shapes(
-    saved: Mapping[str, Any], expected: Mapping[str, Any], point: ResumePoint
-) -> None:
-    """Compare the arrays of a checkpoint with those of the run, and name the first difference."""
-    names = {"params": "parameter", "state": "state", "optimizer": "optimizer state"}
-    for group, name in names.items():
-        need = {path: tuple(struct.shape) for path, struct in expected[group].items()}
-        have = as_named_now(saved.get(group, {}), need)
-        for path in dict.fromkeys([*need, *have]):
-            if have.get(path) != need.get(path):
-                raise UserError(
-                    f"the checkpoint {point.path} does not fit the "
-                    f"{'optimizer' if group == 'optimizer' else 'model'}",
-                    why=f"{name} `{path}` is {_shape(have, path)} in the checkpoint and "
-                    f"{_shape(need, path)} in the run",
-                    fix="use the model and the optimizer it was trained with, or another folder "
-                    f"({Setting('hydra.run.dir', ANY)})",
-                )
 
 
 def _shape(shapes: Mapping[str, tuple[int, ...]], path: str) -> str:
