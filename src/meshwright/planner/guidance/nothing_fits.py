@@ -10,7 +10,7 @@ from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware
 from meshwright.planner.devices.capacity import SHARED
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.planner.search.scaling import smallest_cluster
 from meshwright.planner.search.search import SearchResult
 from meshwright.text.units import counted, human_bytes
@@ -88,7 +88,9 @@ def _what_holds_it(task: PlanTask, found: SearchResult | None) -> str:
             f"the smallest cluster of {chip} that holds it is {enough}: {plan}, {memory} per "
             f"device, {_batch_assumed(found, task)}"
         )
-    changes = ["leave the settings of mesh and microbatches out"] if task.pins != Pins() else []
+    changes = (
+        ["leave the settings of mesh and microbatches out"] if task.fixed != FixedSettings() else []
+    )
     if task.global_batch_size % task.hardware.count:
         near = multiples_around(task.global_batch_size, task.hardware.count)
         changes = [f"write {Setting('training.global_batch_size', *near)}", *changes]

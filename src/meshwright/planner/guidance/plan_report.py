@@ -192,7 +192,7 @@ def make_report(
 
 def _has_choice(task: PlanTask) -> bool:
     """Whether there are several meshes of the devices with the sizes that the user has set."""
-    return len(list(islice(all_sizes(task.hardware.count, task.pins.mesh), 2))) > 1
+    return len(list(islice(all_sizes(task.hardware.count, task.fixed.mesh), 2))) > 1
 
 
 def _compared(estimator: Estimator, task: PlanTask) -> Estimate:

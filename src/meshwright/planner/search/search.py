@@ -23,7 +23,7 @@ from meshwright.planner.search.candidates import (
     reduces_once,
     schedule_choices,
 )
-from meshwright.planner.search.obstacles import Rejection, check_pins, find_obstacle, no_mesh
+from meshwright.planner.search.obstacles import Rejection, check_fixed_mesh, find_obstacle, no_mesh
 from meshwright.runtime.activity import activity
 
 TIE = 0.04
@@ -84,7 +84,7 @@ def search(
         top: how many meshes to rank; the others are rejected as slower.
         meshes: the meshes to look at; all by default.
     """
-    check_pins(task)
+    check_fixed_mesh(task)
     with activity("comparing plans", afterwards=False) as tell:
         return _Search(estimator, task, top, tell).run(meshes)
 
@@ -100,7 +100,7 @@ class _Search:
     def run(self, meshes: Iterable[Sizes] | None) -> SearchResult:
         task, obstacles = self.task, list[Rejection]()
         usable = list[Sizes]()
-        for sizes in meshes or all_sizes(task.hardware.count, task.pins.mesh):
+        for sizes in meshes or all_sizes(task.hardware.count, task.fixed.mesh):
             obstacle = find_obstacle(self.estimator, task, sizes)
             if obstacle is None:
                 usable.append(sizes)
@@ -153,7 +153,7 @@ class _Search:
     def _unrolled(self, scanned: Estimate) -> Estimate:
         """Return a plan whose blocks run one by one, if that fits and is as fast."""
         unrolls = 0 < self.estimator.num_blocks <= MOST_UNROLLED
-        if self.task.pins.blocks is not None or not unrolls:
+        if self.task.fixed.blocks is not None or not unrolls:
             return scanned
         sharding = scanned.plan.sharding.model_copy(update={"blocks": "unroll"})
         plan = scanned.plan.model_copy(update={"sharding": sharding})
@@ -253,8 +253,8 @@ class _Search:
         return list(dict.fromkeys([*scheduled, *seldom]))
 
     def _with_few_reductions(self, sizes: Sizes, variant: Variant) -> Variant:
-        fixed = self.task.pins.sync_gradients_every is not None
-        seldom = not fixed and reduces_once(self.task, sizes)
+        seldom = self.task.fixed.sync_gradients_every is None
+        seldom = seldom and reduces_once(self.task, sizes)
         # Statistics of a microbatch, and comparisons within it, need the samples of all devices.
         seldom = seldom and not self.estimator.keeps_statistics
         seldom = seldom and self.estimator.sample_mixing is None

@@ -27,7 +27,7 @@ from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
 from meshwright.planner.guidance.plan_report import PlanReport, make_report
 from meshwright.planner.guidance.plan_text import report_text
-from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.text.columns import as_text
 from meshwright.trainer.starting.fewer_processes import plan_for_remaining
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
@@ -186,7 +186,7 @@ def _task(settings: TrainerSettings, hardware: Hardware, num_samples: int) -> Pl
     return PlanTask(
         hardware=hardware,
         global_batch_size=num_samples,
-        pins=_pins(settings),
+        fixed=_fixed(settings),
         sharding=settings.sharding,
         precision=settings.precision,
         kernels=settings.kernels,
@@ -197,13 +197,13 @@ def _present(settings: TrainerSettings) -> Hardware:
     return hardware_of(settings.devices if settings.devices is not None else jax.devices())
 
 
-def _pins(settings: TrainerSettings) -> Pins:
+def _fixed(settings: TrainerSettings) -> FixedSettings:
     """Return the settings that are not the defaults, which the planner does not change."""
     sharding, pipeline = settings.sharding, read_pipeline(settings.pipeline)
     steps, sync = settings.gradient_accumulation_steps, settings.sync_gradients_every
     explicit = sharding.model_fields_set
     given = pipeline.model_fields_set
-    return Pins(
+    return FixedSettings(
         remat=sharding.remat if "remat" in explicit else None,
         blocks=sharding.blocks if "blocks" in explicit else None,
         gradient_accumulation_steps=None if steps == 1 else steps,
