@@ -8,9 +8,9 @@ from closed_form import GPT2_MEDIUM, ClosedForm
 
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
-from meshwright.planner.guidance.budget import Goal
+from meshwright.planner.guidance.budget import Goal, PlanGoal
 from meshwright.planner.guidance.nothing_fits import nothing_fits
-from meshwright.planner.guidance.plan_report import PlanGoal, make_report
+from meshwright.planner.guidance.plan_report import make_report
 from meshwright.planner.guidance.plan_rows import (
     change_lines,
     in_columns,

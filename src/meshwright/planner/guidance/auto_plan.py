@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from meshwright.hardware import Hardware
@@ -23,26 +22,13 @@ AUTO = "auto"
 """The value of settings that are left to the planner."""
 
 
-@dataclass(frozen=True)
-class AutoPlan:
-    """A plan that was chosen.
-
-    Attributes:
-        plan: the plan.
-        line: what was chosen and why, in one line.
-    """
-
-    plan: Plan
-    line: str
-
-
 def hardware_of(devices: Sequence[Any]) -> Hardware:
     """Return the hardware of these devices, from the table or measured."""
     return known_hardware(devices) or measure_local(devices)
 
 
-def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:
-    """Return the best plan.
+def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Plan, str]:
+    """Return the best plan, and a line that says what was chosen and why.
 
     Args:
         estimator: estimates plans for the model.
@@ -64,4 +50,4 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:
         f"{human_seconds(best.time.step)} per update and "
         f"{human_bytes(best.memory.total)} per device{margin}, estimated for {task.hardware}"
     )
-    return AutoPlan(plan, line)
+    return plan, line

@@ -18,7 +18,7 @@ from meshwright.planner.guidance.anti_patterns import (
     find_anti_patterns,
     linear_scaling,
 )
-from meshwright.planner.guidance.budget import Budget, Goal, make_budget, samples_of
+from meshwright.planner.guidance.budget import Budget, PlanGoal
 from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import (
     alone,
@@ -31,46 +31,6 @@ from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.search.what_if import WhatIf, what_ifs
 from meshwright.text.units import human_bytes, human_seconds
-
-
-@dataclass(frozen=True)
-class PlanGoal:
-    """How much is to be trained, and at which price.
-
-    Attributes:
-        goal: how much.
-        num_samples: samples of the data; None if unknown.
-        usd_per_device_hour: the price of a device; None if unknown.
-    """
-
-    goal: Goal
-    num_samples: int | None = None
-    usd_per_device_hour: float | None = None
-
-    def check(self, estimator: Estimator) -> None:
-        """Refuse a goal that cannot be counted in updates, which no plan changes."""
-        _ = samples_of(
-            self.goal,
-            samples_per_update=1,
-            tokens_per_sample=self._tokens(estimator),
-            num_samples=self.num_samples,
-        )
-
-    def budget(self, estimator: Estimator, best: Estimate) -> Budget:
-        """Return what it costs with a plan."""
-        return make_budget(
-            self.goal,
-            seconds_per_update=best.time.step,
-            samples_per_update=best.plan.batch.global_batch_size,
-            devices=best.hardware.count,
-            tokens_per_sample=self._tokens(estimator),
-            num_samples=self.num_samples,
-            usd_per_device_hour=self.usd_per_device_hour,
-        )
-
-    @staticmethod
-    def _tokens(estimator: Estimator) -> int | None:
-        return estimator.tokens_per_sample if estimator.tokens_per_sample > 1 else None
 
 
 @dataclass(frozen=True)
@@ -161,8 +121,10 @@ def make_report(
         goal: how much to train.
         remarks: what was assumed.
     """
+    tokens = estimator.tokens_per_sample
     if goal is not None:
-        goal.check(estimator)
+        # A goal that cannot be counted in updates is refused before the search.
+        goal.samples(1, tokens)
     result = search(estimator, task, top=top)
     if not result.plans:
         raise nothing_fits(estimator, result)
@@ -175,7 +137,7 @@ def make_report(
     return PlanReport(
         name=name,
         num_parameters=estimator.num_parameters,
-        tokens_per_sample=estimator.tokens_per_sample,
+        tokens_per_sample=tokens,
         result=result,
         reasons=[reason_for(result, each, fits_alone=fits_alone) for each in result.plans],
         decision=explain_decision(estimator, result),
@@ -184,7 +146,7 @@ def make_report(
         other=compared,
         points=points,
         changes=what_ifs(estimator, result) if _has_choice(task) else [],
-        budget=None if goal is None else goal.budget(estimator, best),
+        budget=None if goal is None else goal.budget(best, tokens),
         fewer=fewer_devices(task, best, points),
         remarks=remarks,
     )

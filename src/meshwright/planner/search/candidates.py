@@ -198,27 +198,14 @@ def make_candidate(task: PlanTask, sizes: Sizes, variant: Variant, micro: int) -
     )
 
 
-@dataclass(frozen=True)
-class ConfigTask:
-    """A task that follows from a config.
-
-    Attributes:
-        task: the task.
-        remarks: what was assumed.
-    """
-
-    task: PlanTask
-    remarks: tuple[str, ...] = ()
-
-
 def config_task(
     config: Config,
     decided: Collection[str],
     hardware: Hardware,
     *,
     memory_share: float = MEMORY_SHARE,
-) -> ConfigTask:
-    """Return what to plan for a config.
+) -> tuple[PlanTask, list[str]]:
+    """Return what to plan for a config, and remarks about what was assumed.
 
     Args:
         config: the config.
@@ -228,19 +215,17 @@ def config_task(
     """
     fixed = _fixed(config, decided, hardware.count)
     batch, remarks = _global_batch(config, fixed, hardware.count)
-    return ConfigTask(
-        PlanTask(
-            hardware=hardware,
-            global_batch_size=batch,
-            fixed=fixed,
-            sharding=config.sharding,
-            precision=precision(config),
-            matmul=config.precision.matmul,
-            kernels=config.kernels,
-            memory_share=memory_share,
-        ),
-        tuple(remarks),
+    task = PlanTask(
+        hardware=hardware,
+        global_batch_size=batch,
+        fixed=fixed,
+        sharding=config.sharding,
+        precision=precision(config),
+        matmul=config.precision.matmul,
+        kernels=config.kernels,
+        memory_share=memory_share,
     )
+    return task, remarks
 
 
 def _fixed(config: Config, decided: Collection[str], num_devices: int) -> FixedSettings:

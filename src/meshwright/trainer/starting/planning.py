@@ -79,11 +79,11 @@ def automatic_plan(settings: TrainerSettings, batch: Batch) -> Plan:
     Settings of the trainer that are not the default stay as they are.
     """
     task = _task(settings, _present(settings), form_of(batch).num_samples)
-    chosen = choose_plan(estimator_for(settings, batch), task, f'mesh="{AUTO}"')
+    plan, line = choose_plan(estimator_for(settings, batch), task, f'mesh="{AUTO}"')
     # Every process finds a plan; that of the first one counts.
-    text = processes.broadcast(chosen.plan.to_yaml())
+    text = processes.broadcast(plan.to_yaml())
     if jax.process_index() == 0:
-        print(chosen.line, file=sys.stderr)
+        print(line, file=sys.stderr)
     return Plan.from_yaml(text)
 
 
