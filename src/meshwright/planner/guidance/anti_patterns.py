@@ -166,31 +166,33 @@ def _more_microbatches(plan: Plan, enough: int) -> str:
 
 def _divided_statistics(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for models whose statistics depend on the batch."""
-    batch = estimate.plan.batch
-    if not estimator.keeps_statistics or batch.gradient_accumulation_steps == 1:
+    if not estimator.keeps_statistics:
         return ""
-    seen = batch.micro_batch_size * batch.replicas
-    return (
-        f"the model keeps statistics of samples, as BatchNorm does: they see the {seen} samples "
-        f"of a microbatch, not the {batch.global_batch_size} of an update, so that training "
-        f"differs. {Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
+    return _seen_by_parts(
+        estimate, "the model keeps statistics of samples, as BatchNorm does: they see"
     )
 
 
 def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for losses that compare samples, as contrastive ones do."""
-    batch = estimate.plan.batch
-    # What keeps statistics also mixes samples, and is named by itself.
-    if batch.gradient_accumulation_steps == 1 or estimator.keeps_statistics:
-        return ""
     mixing = estimator.sample_mixing
-    if mixing is None or not mixing.combines:
+    # What keeps statistics also mixes samples, and is named by itself.
+    if estimator.keeps_statistics or mixing is None or not mixing.combines:
         return ""
-    seen = batch.micro_batch_size * batch.replicas
     where = f" in `{mixing.module}`" if mixing.module else ""
+    return _seen_by_parts(
+        estimate, f"the loss is not a mean over samples{where}: {mixing}. It sees"
+    )
+
+
+def _seen_by_parts(estimate: Estimate, sees: str) -> str:
+    """Say that only a part of the batch is seen at once; empty if all of it is."""
+    batch = estimate.plan.batch
+    if batch.gradient_accumulation_steps == 1:
+        return ""
     return (
-        f"the loss is not a mean over samples{where}: {mixing}. It sees the {seen} samples of a "
-        f"microbatch, not the {batch.global_batch_size} of an update, so that training differs. "
+        f"{sees} the {batch.micro_batch_size * batch.replicas} samples of a microbatch, not the "
+        f"{batch.global_batch_size} of an update, so that training differs. "
         f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
     )
 

@@ -165,19 +165,14 @@ class Figure:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction is off, as a share of the figure; None without a prediction."""
-        return None if self.predicted is None else relative_error(self.predicted, self.value)
+        """How far the prediction is off, as a share of the figure; None if that is not known."""
+        if self.predicted is None or (self.predicted and not self.value):
+            return None
+        return self.predicted / self.value - 1 if self.value else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
         return {**asdict(self), "error": self.error}
-
-
-def relative_error(predicted: float, actual: float) -> float | None:
-    """Return (predicted - actual) / actual; None if only one of them is zero."""
-    if not actual:
-        return None if predicted else 0.0
-    return predicted / actual - 1
 
 
 def make_figures(

@@ -154,16 +154,14 @@ def first_variants(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[Varian
     fixed = task.fixed
     remats = (fixed.remat,) if fixed.remat else REMATS if num_blocks else REMATS[:1]
     blocks = fixed.blocks or ("scan" if num_blocks else "unroll")
-    schedule, chunks = _schedules(task, sizes, num_blocks)[0] if sizes["pipe"] > 1 else (None, 1)
+    schedule, chunks = next(iter(schedule_choices(task, sizes, num_blocks)), (None, 1))
     return [Variant(remat, blocks, schedule=schedule, num_chunks=chunks) for remat in remats]
 
 
 def schedule_choices(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[tuple[str, int]]:
     """Return the pipeline schedules that this mesh can use, with their chunks."""
-    return _schedules(task, sizes, num_blocks) if sizes["pipe"] > 1 else []
-
-
-def _schedules(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[tuple[str, int]]:
+    if sizes["pipe"] == 1:
+        return []
     fixed = task.fixed
     chunks = fixed.num_chunks or 2
     names = [fixed.schedule] if fixed.schedule else list(SCHEDULES)
