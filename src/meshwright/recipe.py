@@ -106,14 +106,10 @@ class Recipe:
             devices=devices,
         )
 
-    def first_batch(self, batch_size: int) -> Batch:
-        """Return the first global batch; the first to ask may wait while the data are read."""
-        with activity("reading the data"), doing("reading batch 0"):
-            return read_batch(self.data.batch(0, batch_size))
-
     def example_batch(self, batch_size: int) -> Batch:
-        """Return the shapes of a global batch."""
-        batch = self.first_batch(batch_size)
+        """Return the shapes of a global batch; the first to ask may wait for the data."""
+        with activity("reading the data"), doing("reading batch 0"):
+            batch = read_batch(self.data.batch(0, batch_size))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from meshwright.cli.request import Request
+from meshwright.cli.request import Request, assemble_first
 from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledgers import Ledger, make_ledger
 from meshwright.ledgers.ledger_records import ledger_picture
-from meshwright.recipe import make_recipe
 
 
 def run(request: Request) -> int:
     """Compile the step without running it and list its collectives."""
-    plan, config = request.plan(), request.config
-    remarks = request.report_unused_settings(plan)
-    recipe = make_recipe(config, plan.batch.global_batch_size)
-    batch = recipe.first_batch(plan.batch.global_batch_size)
-    assembled = recipe.assemble(plan, batch)
+    remarks = request.report_unused_settings(request.plan())
+    batch, assembled = assemble_first(request.trainer())
     ledger = make_ledger(assembled, batch)
     report = {
         **ledger.model_dump(mode="json"),
@@ -23,7 +19,7 @@ def run(request: Request) -> int:
         "remarks": remarks,
     }
     request.output.result(report, ledger_picture(ledger))
-    if config.strict and ledger.suspicious:
+    if request.config.strict and ledger.suspicious:
         raise _deviation_error(ledger)
     return ExitCode.DONE
 

@@ -11,24 +11,17 @@ from rich.text import Text
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
 from meshwright.errors import ExitCode
-from meshwright.proof import verify
-from meshwright.recipe import make_recipe
 
 
 def run(request: Request) -> int:
     """Compare the mesh with one device, print and save the certificate."""
-    plan, config = request.plan(), request.config
+    plan, trainer = request.plan(), request.trainer()
     request.report_unused_settings(plan, updates_flag="--steps")
-    recipe = make_recipe(config, plan.batch.global_batch_size)
-    certificate = verify(
-        recipe.model,
-        recipe.loss,
-        plan,
-        lambda step: recipe.data.batch(step, plan.batch.global_batch_size),
-        optimizer=recipe.optimizer,
+    recipe = trainer.defaults.recipe
+    assert recipe is not None
+    certificate = trainer.verify(
+        lambda update: recipe.data.batch(update, plan.batch.global_batch_size),
         steps=request.arguments.number("--steps", 5),
-        clip_norm=config.optimizer.clip_norm,
-        seed=config.run.seed,
     )
     report = certificate.model_dump(mode="json")
     path = Path(request.arguments.flags.get("--out", "certificate.json"))

@@ -26,10 +26,11 @@ from meshwright.hardware import (
     roofline_batch_sizes,
 )
 from meshwright.hardware.hardware_file import checked_row, plain_name
+from meshwright.planner.devices.capacity import device_capacity
 from meshwright.planner.devices.device_speed import DeviceTimer, fit_products
 from meshwright.planner.devices.links import inside_links
 from meshwright.runtime.activity import activity
-from meshwright.runtime.host_machine import host_memory, user_cache
+from meshwright.runtime.host_machine import user_cache
 from meshwright.runtime.versions import package_versions
 
 FORMAT = 1
@@ -179,11 +180,9 @@ def _with_links(chip: Chip, count: int, timer: DeviceTimer) -> Chip:
 def _usable_bytes(devices: Sequence[Any]) -> float | None:
     """Return what programs can use on one device: of its own memory, or its part of the host's."""
     if devices[0].platform == "cpu":
-        memory = host_memory()
-        limits = (memory["host_total_bytes"], memory["container_limit_bytes"])
-        known = [limit for limit in limits if limit]
+        capacity = device_capacity(devices)
         # The system and the program itself need some of it.
-        return _HOST_SHARE * min(known) / len(devices) if known else None
+        return None if capacity is None else _HOST_SHARE * capacity.bytes
     return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 

@@ -160,10 +160,7 @@ def _has_choice(task: PlanTask) -> bool:
 def _compared(estimator: Estimator, task: PlanTask) -> Estimate:
     """Return the best plan of the other task, also if it does not fit: that is worth knowing."""
     result = search(estimator, task, top=1)
-    if result.plans:
-        return result.best
-    known = [each.estimate for each in result.rejected if each.estimate is not None]
-    return min(known, key=lambda estimate: estimate.memory.total)
+    return result.best if result.plans else result.too_large()[0]
 
 
 def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: PlanTask) -> list[str]:

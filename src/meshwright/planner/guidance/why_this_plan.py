@@ -145,8 +145,7 @@ def without(estimator: Estimator, result: SearchResult, axis: str) -> str:
 
 def _best_without(estimator: Estimator, result: SearchResult, axis: str) -> Estimate | None:
     """Return the best plan without an axis, of the meshes that may be fast; None if none fits."""
-    slower = [each.estimate for each in result.rejected if each.kind == "slower" and each.estimate]
-    others = [each for each in (*result.plans, *slower) if each.plan.size(axis) == 1]
+    others = [each for each in (*result.plans, *result.slower()) if each.plan.size(axis) == 1]
     others.sort(key=lambda estimate: estimate.time.step)
     if not others:
         return None

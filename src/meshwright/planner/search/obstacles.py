@@ -103,7 +103,7 @@ def crosses_nodes(hardware: Hardware, size: int) -> bool:
 def speeds(hardware: Hardware) -> str:
     """Return how fast devices of different nodes are connected, compared with those of one."""
     chip = hardware.chip
-    within = f"{chip.links_per_chip * chip.link_gb_per_s:g} GB/s within a node"
+    within = f"{chip.intra_node_gb_per_s:g} GB/s within a node"
     if chip.inter_node_gb_per_s is None:
         return f"the network between nodes, against {within}"
     return f"the network's {chip.inter_node_gb_per_s:g} GB/s, against {within}"

@@ -23,7 +23,13 @@ from meshwright.planner.search.candidates import (
     reduces_once,
     schedule_choices,
 )
-from meshwright.planner.search.obstacles import Rejection, check_fixed_mesh, find_obstacle, no_mesh
+from meshwright.planner.search.obstacles import (
+    Kind,
+    Rejection,
+    check_fixed_mesh,
+    find_obstacle,
+    no_mesh,
+)
 from meshwright.runtime.activity import activity
 
 TIE = 0.04
@@ -67,6 +73,17 @@ class SearchResult:
     def best(self) -> Estimate:
         """The recommended plan."""
         return self.plans[0]
+
+    def slower(self) -> list[Estimate]:
+        """Return the plans that are rejected as slower, the fastest first."""
+        return sorted(self._rejected_for("slower"), key=lambda estimate: estimate.time.step)
+
+    def too_large(self) -> list[Estimate]:
+        """Return the plans that do not fit, the smallest first."""
+        return sorted(self._rejected_for("memory"), key=lambda estimate: estimate.memory.total)
+
+    def _rejected_for(self, kind: Kind) -> list[Estimate]:
+        return [e for r in self.rejected if r.kind == kind and (e := r.estimate) is not None]
 
 
 def search(
