@@ -145,7 +145,10 @@ def test_nothing_fits_names_the_smallest_cluster(plan):
     found = json.loads(out)
     assert found["plans"] == []
     assert found["smallest_hardware"] == "11x8xA100-40GB"
-    assert "for a global batch of 88 samples instead of 64, which 88 devices can divide" in err
+    assert (
+        "for a global batch of 88 samples instead of 64, which can be divided over 88 devices"
+        in err
+    )
     assert found["smallest_global_batch_size"] == 88
     assert all(each["reason"] for each in found["rejected"])
 

@@ -12,8 +12,9 @@ from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config
 from meshwright.inputs.plan_file import plan_settings, with_settings
 from meshwright.plan import Plan, precision
+from meshwright.planner.devices.local_hardware import hardware_of
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
+from meshwright.planner.guidance.plan_report import AUTO, choose_plan
 from meshwright.planner.search.candidates import config_task
 from meshwright.recipe import make_recipe
 

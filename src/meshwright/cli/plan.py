@@ -29,7 +29,7 @@ from meshwright.config.compose import Composed, parse_overrides, validate
 from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
-from meshwright.hardware import LOCAL, MEMORY_SHARE, Hardware, chip_by_name
+from meshwright.hardware import LOCAL, MEMORY_SHARE, Hardware, chip_by_name, is_local
 from meshwright.inputs.plan_file import KEY, without_planned
 from meshwright.plan import mesh_sizes
 from meshwright.planner.devices.absent_gpus import can_compile_for
@@ -150,7 +150,7 @@ def _hardware(config: Config) -> Hardware:
     """Return the hardware that is named, simulated or present; JAX starts only for the last."""
     if config.hardware is None and config.simulate is not None:
         return Hardware(chip=chip_by_name("CPU"), count=config.simulate)
-    local = config.hardware is not None and config.hardware.strip().lower() == LOCAL
+    local = config.hardware is not None and is_local(config.hardware)
     if local and config.simulate is not None:
         raise UserError(
             f"{Setting('hardware', LOCAL)} contradicts {Setting('simulate', config.simulate)}",
@@ -158,7 +158,7 @@ def _hardware(config: Config) -> Hardware:
             fix=f"write {Setting('simulate', config.simulate)} without hardware, or name it, such "
             f"as {Setting('hardware', '8xH100')}",
         )
-    if config.hardware is not None and config.hardware.strip().lower() != LOCAL:
+    if config.hardware is not None and not local:
         import jax
 
         # The model is only traced, for which this machine's accelerators stay untouched.

@@ -78,8 +78,8 @@ class Estimator:
         optimizer: any optax transformation.
         batch: a batch of any size, as arrays or shapes.
         trainable: NNX filter of what is trained.
-        precision: the compute format of most plans that will be asked for, in which the model is
-            traced to describe it.
+        precision: the compute format of most plans; what does not depend on a plan, such as the
+            number of blocks, is read from the program in this format.
     """
 
     @activity("tracing the model")
@@ -168,7 +168,7 @@ class Estimator:
         moved = 2 * (state.parameters + state.optimizer) + 2 * state.gradients
         update = moved / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
         steps = plan.batch.gradient_accumulation_steps
-        # Blocks are divided over stages; the last stage also computes the loss.
+        # Blocks are sharded over stages; the last stage also computes the loss.
         compute = steps * (in_loops / stages + outside)
         bubble = 0.0
         if stages > 1:
@@ -187,12 +187,12 @@ class Estimator:
     def _kernel_seconds(self, case: _Case) -> tuple[float, float]:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
-        divided = (*map(plan.size, MODEL_AXES), plan.sharding.zero)
+        sharded = (*map(plan.size, MODEL_AXES), plan.sharding.zero)
         key = (
             case.variant,
             plan.precision,
             blocks_of(plan),
-            divided,
+            sharded,
             plan.batch.micro_batch_size,
             chip,
         )
@@ -264,12 +264,17 @@ class Estimator:
         return saved_by_iteration(blocks.forward, sizes)
 
     def _stage_peak(
-        self, plan: Plan, whole: Peak, program: GradientProgram, sizes: DeviceSizes, again: float
+        self,
+        plan: Plan,
+        whole: Peak,
+        program: GradientProgram,
+        sizes: DeviceSizes,
+        recomputed: float,
     ) -> Peak:
         """Return the peak of a pipeline stage.
 
         Besides the slots of its schedule, it runs blocks or computes the loss. What it recomputes
-        takes ``again`` bytes for each block after the first (rule `STAGE_RECOMPUTES`).
+        takes ``recomputed`` bytes for each block after the first (rule `STAGE_RECOMPUTES`).
         """
         blocks = program.blocks
         assert blocks is not None
@@ -279,7 +284,7 @@ class Estimator:
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
         working = partial(working_in, program.timeline, sizes, blocks.backward)
         at_hand = STAGE_MICROBATCHES.value * each
-        own = working(inside=True) + at_hand + again * max(0.0, depth - 1)
+        own = working(inside=True) + at_hand + recomputed * max(0.0, depth - 1)
         state = self._states.of(plan)
         gradients, gathered = _outside_of_stages(plan, state)
         uses: dict[Use, float] = {
@@ -335,7 +340,7 @@ def _parts(classes: DimClasses, tensor: TensorChoice) -> dict[int, int]:
     for leaf in classes.leaves:
         choice = tensor.leaves.get(leaf.path)
         if choice is not None and choice.dim is not None:
-            parts |= {atom.id: tensor.size for atom in leaf.dims[choice.dim][:1]}
+            parts |= {factor.id: tensor.size for factor in leaf.dims[choice.dim][:1]}
     return parts
 
 

@@ -1,4 +1,4 @@
-"""What is said when a device is out of memory: what the step needs, and what would need less."""
+"""The error when a device runs out of memory: what the step needs, and what would need less."""
 
 from __future__ import annotations
 

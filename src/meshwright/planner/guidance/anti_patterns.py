@@ -19,7 +19,7 @@ from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
-"""The share of an update from which waiting is worth a word."""
+"""Waiting is mentioned from this share of an update."""
 TINY_SHARD = 2**20
 """Parameters on a device below which a mesh shards the model more than it needs to."""
 

@@ -1,4 +1,4 @@
-"""Everything that is known about the plans for a model: searched, compared and explained."""
+"""The plans for a model, searched and explained: the whole report, or the best one in a line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from meshwright.plan import MADE_FOR
-from meshwright.planner.estimate.estimate import Estimate
+from meshwright.plan import MADE_FOR, Plan
+from meshwright.planner.estimate.estimate import MARGIN_WORDS, Estimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.estimate.words import compare_plans, too_large
+from meshwright.planner.estimate.words import compare_plans, microbatches_of, short_plan, too_large
 from meshwright.planner.guidance.anti_patterns import (
     AntiPattern,
     find_anti_patterns,
@@ -31,6 +31,9 @@ from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.search.what_if import WhatIf, what_ifs
 from meshwright.text.units import human_bytes, human_seconds
+
+AUTO = "auto"
+"""The value of settings that are left to the planner."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class PlanReport:
 
     @property
     def conclusions(self) -> list[str]:
-        """The decision in words, after what argues against all of the devices."""
+        """The decision in words, after the note that fewer devices are as fast, if there is one."""
         return [*filter(None, [self.fewer]), *self.decision]
 
     def to_yaml(self, settings: Sequence[str] = ()) -> str:
@@ -158,7 +161,7 @@ def _has_choice(task: PlanTask) -> bool:
 
 
 def _compared(estimator: Estimator, task: PlanTask) -> Estimate:
-    """Return the best plan of the other task, also if it does not fit: that is worth knowing."""
+    """Return the best plan of the other task, even if it does not fit."""
     result = search(estimator, task, top=1)
     return result.best if result.plans else result.too_large()[0]
 
@@ -172,3 +175,29 @@ def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: Pla
         else [f"{other.plan.describe()} {too_large(other, task.memory_share)}."]
     )
     return [*lines, *map(str, mistakes)]
+
+
+def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Plan, str]:
+    """Return the best plan, and a line that says what was chosen and why.
+
+    Args:
+        estimator: estimates plans for the model.
+        task: the devices, the batch and what the user has set.
+        setting: what the user wrote to ask for it.
+    """
+    result = search(estimator, task, top=3)
+    if not result.plans:
+        raise nothing_fits(estimator, result)
+    best = result.best
+    fits = alone(estimator, task).fits(task.memory_share)
+    plan = best.plan
+    # Tables leave out the usual number of microbatches; here the user left it to the planner.
+    usual = [microbatches_of(plan)] if plan.batch.gradient_accumulation_steps == 1 else []
+    chosen = ", ".join([short_plan(plan), *usual])
+    margin = f" ({MARGIN_WORDS})" if best.memory.reserved else ""
+    line = (
+        f"{setting}: {chosen}; {reason_for(result, best, fits_alone=fits)}; "
+        f"{human_seconds(best.time.step)} per update and "
+        f"{human_bytes(best.memory.total)} per device{margin}, estimated for {task.hardware}"
+    )
+    return plan, line

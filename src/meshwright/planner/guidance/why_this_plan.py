@@ -156,10 +156,7 @@ def _best_without(estimator: Estimator, result: SearchResult, axis: str) -> Esti
 def _most_common(rejected: list[Rejection]) -> str:
     kinds = Counter(each.kind for each in rejected)
     kind = "memory" if kinds["memory"] else kinds.most_common(1)[0][0]
-    of_kind = [each for each in rejected if each.kind == kind]
-    if kind == "memory":
-        of_kind.sort(key=lambda each: each.estimate.memory.total if each.estimate else 0)
-    return str(of_kind[0])
+    return str(min((r for r in rejected if r.kind == kind), key=lambda each: each.distance))
 
 
 def _settings(result: SearchResult) -> Iterator[str]:

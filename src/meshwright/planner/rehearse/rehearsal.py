@@ -89,7 +89,7 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
     with advice.during(lambda: "compiling the step"), activity("compiling the step"):
         lowered = lower_step(assembled, batch_shapes(assembled))
         started = time.perf_counter()
-        # On CPUs nothing runs, so that machine code need not be polished; for GPUs that is quick.
+        # Nothing runs on CPUs, so their machine code need not be optimized; for GPUs that is quick.
         program = compile_program(lowered, {} if on_gpus else quick_options())
         seconds = time.perf_counter() - started
     least = least_memory(assembled)
@@ -113,7 +113,7 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
 
 
 def _existence(device: Any, *, run: bool) -> str:
-    """Say in which sense a device is there."""
+    """Say whether a device exists."""
     if run:
         return "mocked"
     return "virtual" if device.platform == "cpu" else "none of them here"

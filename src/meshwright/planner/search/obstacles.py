@@ -43,6 +43,13 @@ class Rejection:
     reason: str
     estimate: Estimate | None = None
 
+    @property
+    def distance(self) -> float:
+        """How far the mesh is from being recommended, compared with others of its kind."""
+        if self.estimate is None:
+            return 0.0
+        return self.estimate.memory.total if self.kind == "memory" else self.estimate.time.step
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
         return {"mesh": self.mesh, "kind": self.kind, "reason": self.reason}

@@ -102,8 +102,8 @@ def search(
         meshes: the meshes to look at; all by default.
     """
     check_fixed_mesh(task)
-    with activity("comparing plans", afterwards=False) as tell:
-        return _Search(estimator, task, top, tell).run(meshes)
+    with activity("comparing plans", afterwards=False) as show_progress:
+        return _Search(estimator, task, top, show_progress).run(meshes)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Search:
     estimator: Estimator
     task: PlanTask
     top: int
-    tell: Callable[[str], None]
+    show_progress: Callable[[str], None]
     known: dict[_Key, Estimate] = field(default_factory=dict[_Key, Estimate])
 
     def run(self, meshes: Iterable[Sizes] | None) -> SearchResult:
@@ -196,7 +196,7 @@ class _Search:
         """Return the best plans, and the estimates of slower ones: exact, or a bound of the mesh.
 
         Meshes are searched in the order of a lower bound of their time, until no other mesh can be
-        among the best. Whether the others would fit is not looked at.
+        among the best. Whether the others would fit is not checked.
         """
         found, slower = list[Estimate](), list[tuple[Estimate, bool]]()
         for bound, sizes in sorted(bounds, key=lambda item: item[0].time.step):
@@ -204,10 +204,10 @@ class _Search:
             # A simpler mesh that ties with the best is looked for beyond the number to rank.
             full = len(found) >= self.top
             limit = max(times[self.top - 1], times[0] * (1 + TIE)) if full else math.inf
-            self.tell(f"{len(self.known):,} estimated")
-            hopeful = bound.time.step * BOUND_SLACK <= limit
-            hopeful = hopeful and not self._large(bound, sizes)
-            best = self._best(sizes, bound, limit) if hopeful else None
+            self.show_progress(f"{len(self.known):,} estimated")
+            promising = bound.time.step * BOUND_SLACK <= limit
+            promising = promising and not self._large(bound, sizes)
+            best = self._best(sizes, bound, limit) if promising else None
             if best is None:
                 slower.append((bound, True))
             else:
@@ -244,13 +244,14 @@ class _Search:
             return None
         best: Estimate | None = None
         for first in first_variants(self.task, sizes, self.estimator.num_blocks):
-            hopes = list[tuple[float, Variant, list[int]]]()
+            bounds = list[tuple[float, Variant, list[int]]]()
             for variant in self._variants(sizes, first.remat):
                 if choices := micro_batch_sizes(self.task, sizes, variant):
                     near = micro if micro in choices else choices[-1]
-                    hopes.append((self._estimate(sizes, variant, near).time.step, variant, choices))
-            for hope, variant, choices in sorted(hopes, key=lambda item: item[0]):
-                if hope * BOUND_SLACK > limit:
+                    step = self._estimate(sizes, variant, near).time.step
+                    bounds.append((step, variant, choices))
+            for least, variant, choices in sorted(bounds, key=lambda item: item[0]):
+                if least * BOUND_SLACK > limit:
                     break
                 possible = self._fitting(sizes, variant, choices)
                 own = self._fastest(sizes, variant, possible) if possible else None

@@ -15,7 +15,7 @@ from meshwright.text.units import human_bytes, human_seconds
 
 FACTORS = (1.5, 2.0, 4.0)
 NEAREST = 6
-"""How many meshes of those that were slower, and that did not fit, are looked at again."""
+"""How many of the slower meshes, and of those that did not fit, are searched again."""
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def _attention(operation: Operation, kind: str, thousandths: int) -> tuple[float
     query, key = operation.reads[0], operation.reads[1]
     assert query is not None
     assert key is not None
-    length = math.prod(atom.size for atom in key.dims[1])
+    length = math.prod(factor.size for factor in key.dims[1])
     return 2 * _ATTENTION_PRODUCTS[kind] * query.size * length * thousandths / 1000, query
 
 

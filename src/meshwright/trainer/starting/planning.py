@@ -21,11 +21,10 @@ from meshwright.inputs.user_model import model_source
 from meshwright.mesh.axes import shown_sizes
 from meshwright.plan import Plan, pipeline_fields, resolve_mesh
 from meshwright.planner.devices.links import check_network
-from meshwright.planner.devices.local_hardware import find_hardware
+from meshwright.planner.devices.local_hardware import find_hardware, hardware_of
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
-from meshwright.planner.guidance.plan_report import PlanReport, make_report
+from meshwright.planner.guidance.plan_report import AUTO, PlanReport, choose_plan, make_report
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.text.columns import as_text
