@@ -69,7 +69,7 @@ def pipeline_svg(plan: Plan) -> str:
             why=f"the mesh is {describe_sizes(plan.mesh)}",
             fix="write mesh.pipe=…, or --svg FILE for a drawing of the mesh",
         )
-    count, chunks = counted(plan.num_microbatches, "microbatch", "microbatches"), plan.num_chunks
+    count, chunks = counted(plan.num_microbatches, "microbatch"), plan.num_chunks
     pieces = f", {chunks} chunks" if chunks > 1 else ""
     title = f"{plan.schedule}, {plan.size('pipe')} stages, {count}"
     return timeline_svg(_timeline(plan), title + pieces)
@@ -118,7 +118,7 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
         noun = "block" if len(stage.blocks) == 1 else "blocks"
         blocks = ", ".join(map(str, stage.blocks))
         also = " + ".join(["", *stage.also])
-        kept = counted(stage.microbatches_kept, "microbatch", "microbatches")
+        kept = counted(stage.microbatches_kept, "microbatch")
         yield Text(
             f"stage {number}: {noun} {blocks}{also}, {stage.parameters:,} parameters, "
             f"{stage.flops:,} FLOPs a microbatch, keeps {kept}"

@@ -149,7 +149,7 @@ class Certificate(Frozen):
         mesh, plan = describe_sizes(self.mesh), self.plan
         if not plan.get("schedule"):
             return mesh
-        count = counted(plan["num_microbatches"], "microbatch", "microbatches")
+        count = counted(plan["num_microbatches"], "microbatch")
         chunks = plan["num_chunks"]
         per_stage = f" and {chunks} chunks per stage" if chunks > 1 else ""
         return f"{mesh}, {plan['schedule']} with {count}{per_stage}"

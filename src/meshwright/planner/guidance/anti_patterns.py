@@ -137,7 +137,7 @@ def _few_microbatches(estimate: Estimate) -> str:
     if stages == 1 or plan.num_microbatches >= enough or time.bubble < NOTABLE * time.step:
         return ""
     return (
-        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for {stages} stages: "
+        f"{counted(plan.num_microbatches, 'microbatch')} for {stages} stages: "
         "devices wait "
         f"{time.bubble / time.step:.0%} of the time. {_more_microbatches(plan, enough)}"
     )

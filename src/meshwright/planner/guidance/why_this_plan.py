@@ -181,7 +181,7 @@ def _settings(result: SearchResult) -> Iterator[str]:
         share = result.best.time.bubble / result.best.time.step
         yield (
             f"With {plan.schedule} and "
-            f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for "
+            f"{counted(plan.num_microbatches, 'microbatch')} for "
             f"{plan.size('pipe')} stages, devices wait {share:.1%} of the time for other stages."
         )
 
