@@ -22,7 +22,7 @@ from record import read_record, verdict, write_record
 
 from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.search.candidates import REMATS, Pins, PlanTask
+from meshwright.planner.search.candidates import REMATS, FixedSettings, PlanTask
 from meshwright.planner.search.search import search
 
 HARDWARE = "1xH200"
@@ -80,9 +80,9 @@ def choose(model: str, share: float) -> tuple[float, Point]:
     optimizer = optax.adamw(1e-4, weight_decay=0.1)
     estimator = Estimator(build_it, task.loss, optimizer, task.example_batch(8))
     hardware = parse_hardware(HARDWARE)
-    pins = Pins(blocks="unroll")
+    fixed = FixedSettings(blocks="unroll")
     plan = search(
-        estimator, PlanTask(hardware, ROWS[model], pins=pins, memory_share=share)
+        estimator, PlanTask(hardware, ROWS[model], fixed=fixed, memory_share=share)
     ).best.plan
     batch = plan.batch
     return share, Point(

@@ -106,14 +106,10 @@ class Recipe:
             devices=devices,
         )
 
-    def first_batch(self, batch_size: int) -> Batch:
-        """Return the first global batch; the first to ask may wait while the data are read."""
-        with activity("reading the data"), doing("reading batch 0"):
-            return read_batch(self.data.batch(0, batch_size))
-
     def example_batch(self, batch_size: int) -> Batch:
-        """Return the shapes of a global batch."""
-        batch = self.first_batch(batch_size)
+        """Return the shapes of a global batch; the first to ask may wait for the data."""
+        with activity("reading the data"), doing("reading batch 0"):
+            batch = read_batch(self.data.batch(0, batch_size))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
@@ -173,7 +169,8 @@ def model_builder(config: Config) -> ModelSource:
 def make_task(config: Config) -> HasLoss:
     """Return the task; sizes it shares with the model default to the model's."""
     builder = find_builder("task", config.task.kind, tasks.TASK_KINDS, tasks.find_task)
-    shared = _accepted(builder, _shared_sizes(config))
+    accepted = parameters_of(builder)
+    shared = {name: size for name, size in _shared_sizes(config).items() if name in accepted}
     return read_task(config.task.kind, builder, {**shared, **config.task.arguments()})
 
 
@@ -317,8 +314,3 @@ def _shared_sizes(config: Config) -> dict[str, Any]:
     if isinstance(side, int) and isinstance(channels, int):
         sizes.setdefault("input_shape", (side, side, channels))
     return sizes
-
-
-def _accepted(builder: Builder, values: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = parameters_of(builder)
-    return {name: value for name, value in values.items() if name in parameters}

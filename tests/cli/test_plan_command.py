@@ -145,14 +145,17 @@ def test_nothing_fits_names_the_smallest_cluster(plan):
     found = json.loads(out)
     assert found["plans"] == []
     assert found["smallest_hardware"] == "11x8xA100-40GB"
-    assert "for a global batch of 88 samples instead of 64, which 88 devices can divide" in err
+    assert (
+        "for a global batch of 88 samples instead of 64, which can be divided over 88 devices"
+        in err
+    )
     assert found["smallest_global_batch_size"] == 88
     assert all(each["reason"] for each in found["rejected"])
 
 
 def test_settings_that_do_not_fit_are_not_blamed_on_the_cluster(plan):
-    pins = ("mesh.data=1024", "training.global_batch_size=1024", "--json")
-    code, out, err = plan("model=gpt2_medium", "hardware=1024xA100-80GB", *pins, estimator=GPT3)
+    fixed = ("mesh.data=1024", "training.global_batch_size=1024", "--json")
+    code, out, err = plan("model=gpt2_medium", "hardware=1024xA100-80GB", *fixed, estimator=GPT3)
     assert code == 3
     assert "leave the settings of mesh and microbatches out and 5x8xA100-80GB holds it" in err
     assert json.loads(out)["smallest_hardware"]

@@ -60,8 +60,8 @@ def test_a_rehearsal_needs_no_data_and_agrees_with_the_ledger(capfd, tmp_path, m
 def test_a_plan_is_rehearsed_by_the_name_of_its_file(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     size = ("model=mlp", "model.widths=[784,64,10]", "optimizer=sgd")
-    pins = ("mesh.data=8", "training.global_batch_size=16")
-    assert main(["plan", *size, *pins, "hardware=8xA100-40GB", "--out", "plan.yaml"]) == 0
+    fixed = ("mesh.data=8", "training.global_batch_size=16")
+    assert main(["plan", *size, *fixed, "hardware=8xA100-40GB", "--out", "plan.yaml"]) == 0
     capfd.readouterr()
     report = result(capfd, "rehearse", "plan.yaml", *size, "hardware=8xA100-40GB")
     assert report["compiled_for"] == "8 × cpu (virtual)"

@@ -98,7 +98,7 @@ def test_gathers_and_reductions_have_shares_of_their_own(fsdp):
     assert own.overlapped == round(own.overlapped_bytes / own.sent_bytes, 4)
     text = str(ledger).splitlines()
     assert text[2].endswith("63% of gathers, 6% of reductions")
-    assert [line for line in text if line.startswith("not overlapped")] == [
+    assert [line.strip() for line in text if line.startswith("  not overlapped")] == [
         "not overlapped on fsdp: reduce-scatter of 135.2 MB, vocabulary.tokens (backward)",
         "not overlapped on fsdp: all-gather of 2.4 MB, vocabulary, blocks.0 (forward)",
     ]

@@ -97,7 +97,7 @@ def laid_out(model, mesh, *settings):
 def test_synthetic_images_have_the_size_of_the_model():
     settings = ["model=vit_b", "model.image_size=32", "model.num_classes=7"]
     config = validate(compose_config(settings))
-    batch = make_recipe(config, 4).first_batch(4)
+    batch = make_recipe(config, 4).data.batch(0, 4)
     assert batch["image"].shape == (4, 32, 32, 3)
     assert batch["image"].dtype == np.float32
     assert batch["label"].max() < 7

@@ -12,8 +12,9 @@ from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config
 from meshwright.inputs.plan_file import plan_settings, with_settings
 from meshwright.plan import Plan, precision
+from meshwright.planner.devices.local_hardware import hardware_of
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
+from meshwright.planner.guidance.plan_report import AUTO, choose_plan
 from meshwright.planner.search.candidates import config_task
 from meshwright.recipe import make_recipe
 
@@ -26,11 +27,12 @@ def choose_settings(config: Config, composed: Composed) -> tuple[Config, Compose
     """Return the config with what the planner chooses for the devices present, and the reason."""
     decided = set_by_user(config, composed) | set(() if config.mesh.auto else _FIXED)
     hardware = hardware_of(jax.devices())
-    task = config_task(config, decided, hardware).task
+    task, _ = config_task(config, decided, hardware)
     key = "mesh" if config.mesh.auto else "training.micro_batch_size"
-    chosen = choose_plan(config_estimator(config, task.global_batch_size), task, f"{key}={AUTO}")
+    estimator = config_estimator(config, task.global_batch_size)
+    plan, line = choose_plan(estimator, task, f"{key}={AUTO}")
     # Every process finds a plan; that of the first one counts.
-    text, line = processes.broadcast([chosen.plan.to_yaml(), chosen.line])
+    text, line = processes.broadcast([plan.to_yaml(), line])
     settings = plan_settings(Plan.from_yaml(text))
     values = with_settings(composed.values, settings)
     origins = {**composed.read_from, **dict.fromkeys(settings, "chosen by the planner")}

@@ -145,7 +145,7 @@ def _summary(report: DrillReport) -> str:
     mesh = " × ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     skipped = verdicts.count("not applicable")
     return (
-        f"{mesh} in {counted(report.processes, 'process', 'processes')}: "
+        f"{mesh} in {counted(report.processes, 'process')}: "
         f"{verdicts.count('passed')} passed, {len(report.failed)} failed"
         + (f", {skipped} not applicable" if skipped else "")
         + f", in {human_seconds(report.seconds)}"

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.cli.output import write_file
-from meshwright.cli.request import Request
+from meshwright.cli.request import Request, assemble_first
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
@@ -23,8 +23,8 @@ from meshwright.pipeline.pipeline_report import PipelineReport
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline_drawing import Timeline, TimelineDrawing, timeline_svg
 from meshwright.plan import Plan, unused_settings
+from meshwright.planner.fit.fit_check import bytes_on_device
 from meshwright.program.kernels.regions import describe
-from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled
 from meshwright.text.columns import Columns, Indented
@@ -40,7 +40,7 @@ def run(request: Request) -> int:
         drawings[flags["--svg"]] = mesh_svg(mesh)
     if request.arguments.has("--timeline"):
         drawings[flags["--timeline"]] = pipeline_svg(plan)
-    assembled = _assemble(request)
+    _, assembled = assemble_first(request.trainer())
     # Last, so that a failed command writes no files.
     for file, drawing in drawings.items():
         write_file(Path(file), drawing)
@@ -69,35 +69,19 @@ def pipeline_svg(plan: Plan) -> str:
             why=f"the mesh is {describe_sizes(plan.mesh)}",
             fix="write mesh.pipe=…, or --svg FILE for a drawing of the mesh",
         )
-    count, chunks = counted(plan.num_microbatches, "microbatch", "microbatches"), plan.num_chunks
+    count, chunks = counted(plan.num_microbatches, "microbatch"), plan.num_chunks
     pieces = f", {chunks} chunks" if chunks > 1 else ""
     title = f"{plan.schedule}, {plan.size('pipe')} stages, {count}"
     return timeline_svg(_timeline(plan), title + pieces)
 
 
-def _assemble(request: Request) -> Assembled:
-    plan, config = request.plan(), request.config
-    recipe = make_recipe(config, plan.batch.global_batch_size)
-    batch = recipe.first_batch(plan.batch.global_batch_size)
-    return recipe.assemble(plan, batch)
-
-
 def _totals(assembled: Assembled, leaves: list[LeafReport]) -> dict[str, int]:
-    sizes = assembled.plan.mesh
-    optimizer = sum(
-        leaf.nbytes // leaf.placement.shards(sizes) for leaf in assembled.step.optimizer.leaves
-    )
-    steps = zip(assembled.traced.layout.step_leaves, assembled.decision.at_rest, strict=True)
-    parameters = sum(
-        step.leaf.nbytes // placement.shards(sizes)
-        for step, placement in steps
-        if step.leaf.role == "param"
-    )
+    state = assembled.step.abstract_state()
     return {
         "parameters": sum(math.prod(leaf.shape) for leaf in leaves),
         "bytes": sum(leaf.bytes for leaf in leaves),
-        "bytes_per_device": parameters,
-        "optimizer_bytes_per_device": optimizer,
+        "bytes_per_device": bytes_on_device(state.params),
+        "optimizer_bytes_per_device": bytes_on_device(state.optimizer),
         "bytes_whole": sum(leaf.bytes for leaf in leaves if leaf.whole_over),
     }
 
@@ -134,7 +118,7 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
         noun = "block" if len(stage.blocks) == 1 else "blocks"
         blocks = ", ".join(map(str, stage.blocks))
         also = " + ".join(["", *stage.also])
-        kept = counted(stage.microbatches_kept, "microbatch", "microbatches")
+        kept = counted(stage.microbatches_kept, "microbatch")
         yield Text(
             f"stage {number}: {noun} {blocks}{also}, {stage.parameters:,} parameters, "
             f"{stage.flops:,} FLOPs a microbatch, keeps {kept}"

@@ -29,15 +29,15 @@ from meshwright.config.compose import Composed, parse_overrides, validate
 from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
-from meshwright.hardware import LOCAL, MEMORY_SHARE, Hardware, chip_by_name
+from meshwright.hardware import LOCAL, MEMORY_SHARE, Hardware, chip_by_name, is_local
 from meshwright.inputs.plan_file import KEY, without_planned
 from meshwright.plan import mesh_sizes
 from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
-from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
+from meshwright.planner.guidance.budget import Goal, PlanGoal, parse_goal, parse_price
 from meshwright.planner.guidance.nothing_fits import NothingFits
-from meshwright.planner.guidance.plan_report import PlanGoal, PlanReport, make_report
+from meshwright.planner.guidance.plan_report import PlanReport, make_report
 from meshwright.planner.guidance.plan_rows import report_json
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import PlanTask, config_task
@@ -66,19 +66,19 @@ def run(request: Request) -> int:
     check_network(hardware)
     decided = _decided(config, request.composed)
     _check_planned(config, hardware)
-    asked = config_task(config, decided, hardware, memory_share=share)
-    other, goal = _compared(arguments, asked.task), _goal(request, hardware)
-    estimator = config_estimator(with_any_data(request, decided), asked.task.global_batch_size)
+    task, remarks = config_task(config, decided, hardware, memory_share=share)
+    other, goal = _compared(arguments, task), _goal(request, hardware)
+    estimator = config_estimator(with_any_data(request, decided), task.global_batch_size)
     check_planned_model(request, estimator.num_parameters)
     try:
         report = make_report(
             estimator,
-            asked.task,
+            task,
             name=request.composed.choices.get("model", config.model.kind),
             top=top,
             other=other,
             goal=goal,
-            remarks=asked.remarks,
+            remarks=remarks,
         )
     except NothingFits as error:
         if request.output.as_json:
@@ -150,7 +150,7 @@ def _hardware(config: Config) -> Hardware:
     """Return the hardware that is named, simulated or present; JAX starts only for the last."""
     if config.hardware is None and config.simulate is not None:
         return Hardware(chip=chip_by_name("CPU"), count=config.simulate)
-    local = config.hardware is not None and config.hardware.strip().lower() == LOCAL
+    local = config.hardware is not None and is_local(config.hardware)
     if local and config.simulate is not None:
         raise UserError(
             f"{Setting('hardware', LOCAL)} contradicts {Setting('simulate', config.simulate)}",
@@ -158,7 +158,7 @@ def _hardware(config: Config) -> Hardware:
             fix=f"write {Setting('simulate', config.simulate)} without hardware, or name it, such "
             f"as {Setting('hardware', '8xH100')}",
         )
-    if config.hardware is not None and config.hardware.strip().lower() != LOCAL:
+    if config.hardware is not None and not local:
         import jax
 
         # The model is only traced, for which this machine's accelerators stay untouched.
@@ -223,14 +223,14 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
     hardware = _hardware(config) if "hardware" in changed else task.hardware
     _check_planned(config, hardware)
     decided = _decided(config, composed)
-    other = config_task(config, decided, hardware, memory_share=task.memory_share)
+    other, _ = config_task(config, decided, hardware, memory_share=task.memory_share)
     same = dict[str, Any]()
     if config.training.global_batch_size is None:
         same["global_batch_size"] = task.global_batch_size
     if not changed & _PRECISION:
         # A plan may have set it.
         same["precision"] = task.precision
-    return replace(other.task, **same)
+    return replace(other, **same)
 
 
 def _write_files(request: Request, report: PlanReport) -> None:

@@ -11,14 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.output import write_file
-from meshwright.cli.request import Request
+from meshwright.cli.request import Request, assemble_first
 from meshwright.errors import ExitCode
 from meshwright.processes import is_main
 from meshwright.profile import Profile, Profiling
 from meshwright.profile.profiler import WARM_UP
-from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.activity import activity
-from meshwright.step.assemble import Assembled
 from meshwright.text.columns import Columns, Indented
 from meshwright.text.units import counted, human_bytes
 from meshwright.trainer.batch_loader import BatchLoader
@@ -27,13 +25,10 @@ from meshwright.trainer.programs import compile_step
 
 def run(request: Request) -> int:
     """Compile, warm up, trace a few updates, and print their profile."""
-    plan, config = request.plan(), request.config
-    request.report_unused_settings(plan, updates_flag="--updates")
+    request.report_unused_settings(request.plan(), updates_flag="--updates")
     folder = Path(request.arguments.flags.get("--out", "profile"))
     updates = request.arguments.number("--updates", 5)
-    recipe = make_recipe(config, plan.batch.global_batch_size)
-    assembled = recipe.assemble(plan, recipe.example_batch(plan.batch.global_batch_size))
-    profile = _measure(request, recipe, assembled, folder / "trace", updates)
+    profile = _measure(request, folder / "trace", updates)
     if is_main():
         text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
         write_file(folder / "profile.json", text + "\n")
@@ -41,15 +36,15 @@ def run(request: Request) -> int:
     return ExitCode.DONE
 
 
-def _measure(
-    request: Request, recipe: Recipe, assembled: Assembled, trace: Path, updates: int
-) -> Profile:
-    config, size = request.config, assembled.plan.batch.global_batch_size
-    compiled = compile_step(assembled, recipe.example_batch(size))
+def _measure(request: Request, trace: Path, updates: int) -> Profile:
+    config, trainer = request.config, request.trainer()
+    batch, assembled = assemble_first(trainer)
+    assert trainer.defaults.recipe is not None
+    compiled = compile_step(assembled, batch)
     profiling, profile = Profiling(trace, assembled.mesh, compiled.text, updates=updates), None
     loader = BatchLoader(
-        recipe.data,
-        batch_size=size,
+        trainer.defaults.recipe.data,
+        batch_size=assembled.plan.batch.global_batch_size,
         sharding=assembled.step.shardings.batch,
         workers=config.data.workers,
         prefetch=config.data.prefetch,

@@ -16,7 +16,7 @@ from meshwright.cli.request import Request, check_planned_model
 from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, Setting, UserError
-from meshwright.hardware import LOCAL, Hardware, chip_by_name, parse_hardware
+from meshwright.hardware import LOCAL, Hardware, chip_by_name, is_local, parse_hardware
 from meshwright.inputs.plan_file import other_model
 from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
@@ -117,7 +117,7 @@ def _check_alone() -> None:
 def _hardware(config: Config) -> Hardware | None:
     if config.hardware is None:
         return None
-    if config.hardware.strip().lower() == LOCAL:
+    if is_local(config.hardware):
         raise UserError(
             f"{Setting('hardware', LOCAL)} is this machine, which needs no rehearsal",
             why="a rehearsal compiles for devices that are not here",

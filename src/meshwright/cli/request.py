@@ -31,6 +31,9 @@ from meshwright.weights.resolve import resolve_weights
 
 if TYPE_CHECKING:
     from meshwright.plan import Plan
+    from meshwright.step.assemble import Assembled
+    from meshwright.trainer import Trainer
+    from meshwright.trees import Batch
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,14 @@ class Request:
         from meshwright.plan import make_plan
 
         return make_plan(self.config, jax.device_count())
+
+    def trainer(self, run_dir: Path | None = None) -> Trainer:
+        """Return the trainer that the config describes, for the devices JAX has."""
+        from meshwright.trainer import Trainer
+
+        # The virtual devices and the settings of the plan are there already.
+        decided = self.config.model_copy(update={"simulate": None, "plan": None})
+        return Trainer.from_config(decided, run_dir=run_dir)
 
     def report_unused_settings(self, plan: Plan, *, updates_flag: str = "") -> list[str]:
         """Print and return remarks about settings that have no effect.
@@ -132,6 +143,15 @@ def compose(arguments: Arguments) -> Composed:
     resolved = resolve_weights(composed.values, saved=composed.config_file is not None)
     composed = replace(composed, values=resolved.values, read_from=resolved.origins)
     return _with_plan(composed)
+
+
+def assemble_first(trainer: Trainer) -> tuple[Batch, Assembled]:
+    """Return the first batch of a config's data, and the step for batches like it."""
+    from meshwright.trainer.starting.given_data import first_batch, planned_batch_size
+
+    assert trainer.defaults.recipe is not None
+    batch = first_batch(trainer.defaults.recipe.data, planned_batch_size(trainer))
+    return batch, trainer.assemble(batch)
 
 
 DURATION = ("training.steps", "training.max_duration")

@@ -38,7 +38,7 @@ def _check_resumes(program: tuple[str, ...]) -> None:
         if word.startswith("resume=") and word not in ("resume=auto", "resume=must"):
             raise UserError(
                 f"{word} cannot be used with a cluster job",
-                why="when the cluster starts the job again, it resumes from its own run folder",
+                why="when the cluster restarts the job, it resumes from its own run folder",
                 fix="leave it out, and write hydra.run.dir=… to choose the folder, or "
                 "model.init_from=… to start from the parameters of another run",
             )

@@ -14,7 +14,7 @@ from typing import Any
 from rich.text import Text
 
 from meshwright.cli.invocation import invoked_as
-from meshwright.cli.request import Request, check_planned_model
+from meshwright.cli.request import Request, assemble_first, check_planned_model
 from meshwright.config.compose import parse_overrides
 from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.errors import ExitCode, UserError
@@ -22,13 +22,11 @@ from meshwright.inputs.plan_file import other_model
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan
 from meshwright.processes import broadcast, process_count
-from meshwright.recipe import Recipe
 from meshwright.runtime.attempts import EarlierAttempts, ProcessRange
 from meshwright.step.assemble import Assembled
-from meshwright.trainer import FitResult, Trainer
+from meshwright.trainer import FitResult
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_dir import claimed_folder
-from meshwright.trainer.starting.given_data import first_batch, planned_batch_size
 from meshwright.trainer.starting.resume import find_resume_point
 from meshwright.trainer.starting.run_warnings import schedule_warnings
 
@@ -55,30 +53,25 @@ def _run_folder(request: Request) -> Generator[Path]:
 
 
 def _train(request: Request, folder: Path) -> int:
-    # The virtual devices and the settings of the plan are there already.
-    decided = request.config.model_copy(update={"simulate": None, "plan": None})
-    trainer = Trainer.from_config(decided, run_dir=folder)
-    recipe = trainer.defaults.recipe
-    assert recipe is not None
+    trainer = request.trainer(folder)
     # Mistakes in the model, the task or the data show here, before a file is written.
-    assembled = trainer.assemble(first_batch(recipe.data, planned_batch_size(trainer)))
-    trainer.defaults = _with_request(trainer.defaults, request, recipe, assembled)
+    _, assembled = assemble_first(trainer)
+    trainer.defaults = _with_request(trainer.defaults, request, assembled)
     result = trainer.fit(assembled=assembled)
     _print_result(request, assembled.plan, result)
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
 
 
-def _with_request(
-    asked: FitSettings, request: Request, recipe: Recipe, assembled: Assembled
-) -> FitSettings:
+def _with_request(asked: FitSettings, request: Request, assembled: Assembled) -> FitSettings:
     """Return how to train, with what only the command line knows."""
     config, composed = request.config, request.composed
+    assert asked.recipe is not None
     num_parameters = assembled.model_leaves.num_parameters
     if config.plan is not None and find_resume_point(asked.resume, asked.run_dir) is None:
         check_planned_model(request, num_parameters)
     warnings = schedule_warnings(
         config,
-        recipe,
+        asked.recipe,
         assembled.plan.batch.global_batch_size,
         overrides=[o.key_or_group for o in parse_overrides(composed.overrides)],
         chosen=chosen_keys(config, composed),

@@ -112,7 +112,7 @@ def _divide(gpus: int, launch: LaunchOptions) -> list[dict[str, str]]:
     each = launch.devices_per_process or gpus // launch.nprocs
     if not each or each * launch.nprocs > gpus:
         raise UserError(
-            f"{counted(launch.nprocs, 'process', 'processes')} with "
+            f"{counted(launch.nprocs, 'process')} with "
             f"{counted(max(each, 1), 'GPU')} each need {launch.nprocs * max(each, 1)} GPUs",
             why=f"this machine has {gpus}",
             fix=f"write --nprocs {gpus} or fewer; for virtual CPU devices set JAX_PLATFORMS=cpu",

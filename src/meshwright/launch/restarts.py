@@ -1,4 +1,4 @@
-"""Attempts at a run: after a failure all processes start again, from the last checkpoint."""
+"""Attempts at a run: after a failure all processes restart from the last checkpoint."""
 
 from __future__ import annotations
 

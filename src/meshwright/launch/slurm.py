@@ -206,7 +206,7 @@ def _devices(launch: LaunchOptions) -> str:
         return "" if each is None else f"export JAX_NUM_CPU_DEVICES={each}\n"
     if gpus % launch.nprocs or (each or 1) * launch.nprocs > gpus:
         raise UserError(
-            f"{counted(launch.nprocs, 'process', 'processes')} with "
+            f"{counted(launch.nprocs, 'process')} with "
             f"{counted(each or 1, 'GPU')} each cannot share {counted(gpus, 'GPU')}",
             why="all processes of a machine have the same number of GPUs",
             fix=f"write --gpus-per-node {(each or 1) * launch.nprocs}, or another --nprocs",

@@ -69,7 +69,7 @@ class Team:
         first: the run of the first attempt, with all members.
     """
 
-    noun: ClassVar[tuple[str, str]]
+    noun: ClassVar[str]
 
     options: LaunchOptions
     environ: Mapping[str, str]
@@ -115,18 +115,18 @@ class Team:
     def _describe(self, left: int, chosen: int | None) -> str:
         """Return how the run continues with those that are left, or why it cannot."""
         least = self._least or 1
-        flag = f"--min-{'procs' if self.noun[0] == 'process' else 'nodes'} {least}"
+        flag = f"--min-{'procs' if self.noun == 'process' else 'nodes'} {least}"
         if left < least:
-            return f"{counted(left, *self.noun)} left, fewer than {flag}"
+            return f"{counted(left, self.noun)} left, fewer than {flag}"
         tried = range(left, least - 1 if chosen is None else chosen, -1)
         why = "; ".join(
-            f"no mesh for {counted(n, *self.noun)}: {self._fit(n).problem}" for n in tried
+            f"no mesh for {counted(n, self.noun)}: {self._fit(n).problem}" for n in tried
         )
         if chosen is None:
-            return f"{counted(left, *self.noun)} left, and {flag}, but {why}"
+            return f"{counted(left, self.noun)} left, and {flag}, but {why}"
         mesh = self._fit(chosen).mesh
         on = f" on {'mesh ' * ('=' in mesh)}{mesh}" if mesh else ""
-        text = f"continuing with {chosen} of {counted(self._full, *self.noun)} ({flag}){on}"
+        text = f"continuing with {chosen} of {counted(self._full, self.noun)} ({flag}){on}"
         return f"{text}, because there is {why}" if why else text
 
     def _fit(self, members: int) -> Fit:
@@ -137,7 +137,7 @@ class Team:
 class ProcessesLeft(Team):
     """The processes of one machine, without those that do not come back."""
 
-    noun = ("process", "processes")
+    noun = "process"
 
     _lost: set[int] = field(default_factory=set[int], init=False)
     _used: Sequence[int] = field(default=(), init=False)
@@ -204,7 +204,7 @@ class MachinesLeft(Team):
         notify: prints a line.
     """
 
-    noun = ("machine", "machines")
+    noun = "machine"
 
     notify: Callable[[str], None]
     _members: list[int] = field(default_factory=list[int], init=False)

@@ -163,7 +163,7 @@ def _misfit(nprocs: int, rank: int, world_size: int) -> UserError:
         fix = f"export one of {named}: RANK counts processes, not machines"
     return UserError(
         f"RANK={rank} WORLD_SIZE={world_size} and --nprocs {nprocs} do not fit together",
-        why=f"each machine starts {counted(nprocs, 'process', 'processes')} of {world_size}, and "
+        why=f"each machine starts {counted(nprocs, 'process')} of {world_size}, and "
         "RANK is the number of its first one",
         fix=fix,
     )
@@ -191,7 +191,7 @@ def refuse_outer_launcher(
         raise UserError(
             f"{launcher.title} and --nprocs {nprocs} describe different processes",
             why=f"{shown} says that this is one process among others, and the "
-            f"{counted(nprocs, 'process', 'processes')} of --nprocs {nprocs} would not join them: "
+            f"{counted(nprocs, 'process')} of --nprocs {nprocs} would not join them: "
             "each launch would train a model of its own",
             fix="leave launch out, and start the command itself as each of these processes; or, "
             f"for processes on this machine only, run `unset {' '.join(given)}` first; or, for a "

@@ -96,7 +96,7 @@ def _exchange(collective: Collective) -> Reason:
     """Say what a collective exchanges that is neither a weight nor its gradient."""
     operation = collective.op_name.rpartition("/")[2] or "the compiler"
     if operation == "sharding_constraint":
-        operation = "a pinned layout"
+        operation = "a sharding constraint"
     if collective.phase == "update":
         how = "gathered for" if collective.kind == "all-gather" else "combined by"
         return Reason(f"parts of all devices {how} {operation}, outside the loss")

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.config.base import Frozen
 from meshwright.mesh.axes import describe_sizes
-from meshwright.text.columns import Columns, as_text
+from meshwright.text.columns import Columns, Indented, as_text
 from meshwright.text.units import human_bytes
 
 LOWEST, HIGHEST = 0.98, 1.05
@@ -189,15 +189,16 @@ class Ledger(Frozen):
         return [axis for axis, ledger in self.axes.items() if ledger.suspicious]
 
     def __str__(self) -> str:
-        """Return what each axis and each module sends, next to the minimum."""
-        return ledger_text(self)
+        """Return what `meshwright ledger` prints."""
+        return as_text(ledger_picture(self))
 
     def __repr__(self) -> str:
         return f"Ledger(mesh={self.mesh}, sent_bytes={self.sent_bytes}, ratio={self.ratio})"
 
 
-SHOWN_MODULES = 12
+SHOWN_LINES = 24
 SHOWN_BLOCKS = 4
+_STAGES_NOTE = "With pipeline stages, these are the bytes of the stage that sends most."
 
 _FAMILIES = {
     "all-gather": "gathers",
@@ -207,21 +208,28 @@ _FAMILIES = {
 }
 
 
-def ledger_text(ledger: Ledger) -> str:
-    """Return what each axis and each module sends, next to the minimum."""
-    return as_text(
-        Group(
-            f"{describe_sizes(ledger.mesh)}, bytes each device sends per update",
-            axes_table(ledger),
-            *beyond_minimum(ledger),
-            *overlap_lines(ledger),
-            "",
-            _modules_table(ledger),
-        )
+def ledger_picture(ledger: Ledger) -> RenderableType:
+    """Return what each axis sends, next to the minimum, and the largest collectives."""
+    head = Text.assemble(
+        (describe_sizes(ledger.mesh), "bold"), ", bytes each device sends per update"
+    )
+    memory = (
+        f"per device: {human_bytes(ledger.argument_bytes)} of state and batch, "
+        f"{human_bytes(ledger.temp_bytes)} of temporaries; compiled in {ledger.compile_seconds} s"
+    )
+    return Group(
+        head,
+        _axes_table(ledger),
+        *([Text(_STAGES_NOTE)] if ledger.mesh.get("pipe", 1) > 1 else []),
+        *(Indented(line, 2) for line in [*beyond_minimum(ledger), *_overlap_lines(ledger)]),
+        Text(),
+        _lines_table(ledger),
+        Text(),
+        Text(memory),
     )
 
 
-def axes_table(ledger: Ledger) -> Columns:
+def _axes_table(ledger: Ledger) -> Columns:
     """Return what each axis sends, next to the minimum."""
     rows = [
         (
@@ -266,7 +274,7 @@ def beyond_minimum(ledger: Ledger) -> list[str]:
     return excess + explained
 
 
-def overlap_lines(ledger: Ledger) -> list[str]:
+def _overlap_lines(ledger: Ledger) -> list[str]:
     """Return the largest collectives during which nothing is computed, or why none are known."""
     if ledger.overlap_unknown and ledger.axes:
         return [f"what overlaps with computing is not known: {ledger.overlap_unknown}"]
@@ -285,16 +293,21 @@ def _listed(modules: list[str]) -> str:
     return f"{', '.join(shown)} and {len(modules) - len(shown)} more"
 
 
-def _modules_table(ledger: Ledger) -> Columns:
+def _lines_table(ledger: Ledger) -> Columns:
+    ordered = sorted(ledger.lines, key=lambda line: -line.sent_bytes)
     rows = [
         (
-            name or "outside modules",
-            axis,
-            human_bytes(module.sent_bytes),
-            human_bytes(module.minimum_bytes),
+            line.module or "outside modules",
+            line.kind,
+            "×".join(line.axes),
+            line.phase,
+            str(line.count),
+            human_bytes(line.sent_bytes),
         )
-        for axis, own in ledger.axes.items()
-        for name, module in list(own.modules.items())[:SHOWN_MODULES]
+        for line in ordered[:SHOWN_LINES]
     ]
-    head = ("module", "axis", "sent", "needed")
-    return Columns(head, rows, right=head[2:])
+    if rest := ordered[SHOWN_LINES:]:
+        sent = human_bytes(sum(line.sent_bytes for line in rest))
+        rows.append((f"… and {len(rest)} smaller", "", "", "", "", sent))
+    head = ("module", "kind", "axes", "phase", "count", "sent")
+    return Columns(head, rows, right=("count", "sent"))

@@ -93,7 +93,7 @@ def weight_needs(weight: PlacedWeight, plan: Plan, stage: Stage | None = None) -
     batch, sharding = plan.batch, plan.sharding
     if stage is not None:
         weight = weight._replace(nbytes=weight.nbytes * stage.blocks)
-    twice = weight.again and (weight.in_backward or sharding.remat != "none")
+    twice = weight.regathered and (weight.in_backward or sharding.remat != "none")
     passes = 2 if twice and not sharding.keep_gathered else 1
     yield from _gather(weight, plan, passes * batch.gradient_accumulation_steps)
     if weight.trained:

@@ -33,7 +33,7 @@ class PlacedWeight(NamedTuple):
         trained: whether it has a gradient.
         on_fsdp: whether the fsdp axis shards it, or its optimizer state.
         on_pipe: whether stages shard it that do not own it.
-        again: whether only blocks read it, which may gather it again for their backward pass.
+        regathered: whether only blocks read it, which may gather it again for their backward pass.
         in_backward: whether the backward pass reads its value.
         module: the module it belongs to.
     """
@@ -43,7 +43,7 @@ class PlacedWeight(NamedTuple):
     trained: bool
     on_fsdp: bool
     on_pipe: bool
-    again: bool
+    regathered: bool
     in_backward: bool
     module: str = ""
 
@@ -123,10 +123,10 @@ def place_weights(
         if not leaf.is_weight:
             continue
         parts: tuple[Part, ...] = of_part.get(number, ())
-        again = in_backward
+        regathered = in_backward
         if cut is None:
-            again = number not in reads.outside
-            parts = ("blocks",) if again else ()
+            regathered = number not in reads.outside
+            parts = ("blocks",) if regathered else ()
         nbytes = leaf.nbytes / (plan.size("tensor") if "tensor" in placement.axes() else 1)
         if cut is not None and parts == ("blocks",):
             # Stages are padded to the same number of rows.
@@ -140,7 +140,7 @@ def place_weights(
             trained=trained,
             on_fsdp="fsdp" in axes,
             on_pipe=PIPE in axes,
-            again=again,
+            regathered=regathered,
             in_backward=in_backward,
             module=leaf.path.rpartition(".")[0],
         )

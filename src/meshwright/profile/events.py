@@ -127,7 +127,8 @@ def read_planes(planes: Iterable[Any]) -> Trace:
             "the trace contains no operation of a device",
             fix="profile at least one update, with devices JAX can trace",
         )
-    window = marks[-1] if marks else _span(events)
+    whole = min(event.start for event in events), max(event.end for event in events)
+    window = marks[-1] if marks else whole
     return Trace([e for e in events if e.end > window[0] and e.start < window[1]], window)
 
 
@@ -192,8 +193,3 @@ def _instruction(event: Any) -> str:
 
 def _times(event: Any) -> Interval:
     return event.start_ns, event.start_ns + event.duration_ns
-
-
-def _span(events: Iterable[TracedEvent]) -> Interval:
-    intervals = [event.interval for event in events]
-    return min(start for start, _ in intervals), max(end for _, end in intervals)

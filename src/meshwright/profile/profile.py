@@ -172,7 +172,7 @@ def advise(
         shares: shares of the wall time.
         exposed: the share of the wall time spent waiting for communication, by mesh axes.
         load_balance: compute time of the busiest device over the mean.
-        virtual: whether the devices are virtual, so that their times mean little.
+        virtual: whether the devices are virtual, so their times mean little.
     """
     advice = [*_parts(shares, exposed), *_balance(load_balance)]
     if advice and virtual:

@@ -16,7 +16,8 @@ from meshwright.program.trace.traced_loss import TracedLoss
 
 TRAINING = 3
 """Cost of a forward and a backward pass, in forward passes: a product has two gradients."""
-_DTYPES: Mapping[Precision, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES: Mapping[Precision, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The dtype of products by the compute format of a plan."""
 
 
 def count_flops(traced: TracedLoss) -> int:
@@ -41,7 +42,7 @@ def peak_flops(devices: Sequence[Any], precision: Precision) -> float | None:
     hardware = detect(devices)
     if hardware is None or hardware.chip.platform == "cpu":
         return None
-    return hardware.count * hardware.chip.peak_of(_DTYPES[precision])
+    return hardware.count * hardware.chip.peak_of(DTYPES[precision])
 
 
 def equation_flops(eqn: Equation) -> int:

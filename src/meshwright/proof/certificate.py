@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import Field
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from meshwright.config.base import Frozen
 from meshwright.mesh.axes import describe_sizes
+from meshwright.text.columns import Indented, as_text
 from meshwright.text.units import counted
 
 
@@ -113,16 +116,8 @@ class Certificate(Frozen):
 
     def __str__(self) -> str:
         """Return the verdict, and every comparison with its difference and tolerance."""
-        lines = [f"{self.configuration()}: {self.verdict()}"]
-        for title, comparisons in self.sections():
-            lines += [title, *(f"  {comparison.sentence()}" for comparison in comparisons)]
-        if note := self.null_leaves_note():
-            lines.append(note)
-        lines += self.not_compared_notes()
-        lines += self.kernel_notes()
-        lines += [f"warning: {warning}" for warning in self.warnings]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return "\n".join([*lines, f"{versions}, {self.date}"])
+        return as_text(Group(self.picture(), Text(f"{versions}, {self.date}")))
 
     def __repr__(self) -> str:
         return f"Certificate(equal={self.equal}, mesh={self.mesh}, steps={self.steps})"
@@ -134,25 +129,32 @@ class Certificate(Frozen):
         unjudged = self.not_compared or any(c.not_judged for c in self.comparisons())
         return "equal to one device" + (", as far as can be judged" if unjudged else "")
 
-    def kernel_notes(self) -> list[str]:
-        """Return a line for each kind of kernel that was compared with the program as written."""
-        return [f"kernel: {line}" for line in self.kernels]
-
-    def not_compared_notes(self) -> list[str]:
-        """Return a line for each thing that could not be compared."""
-        return [f"not compared: {each}" for each in self.not_compared]
+    def picture(self) -> RenderableType:
+        """Return the verdict and every comparison for the terminal."""
+        notes = [
+            self._null_leaves_note(),
+            *(f"not compared: {each}" for each in self.not_compared),
+            *(f"kernel: {line}" for line in self.kernels),
+        ]
+        style = "bold green" if self.equal else "bold red"
+        return Group(
+            Text.assemble((self.configuration(), "bold"), ": ", (self.verdict(), style)),
+            *(line for section in self._sections() for line in _section(*section)),
+            *(Indented(note, 2, first=0) for note in notes if note),
+            *(Indented(f"warning: {each}", 2, style="yellow", first=0) for each in self.warnings),
+        )
 
     def configuration(self) -> str:
         """Return the mesh and, with pipeline stages, the schedule."""
         mesh, plan = describe_sizes(self.mesh), self.plan
         if not plan.get("schedule"):
             return mesh
-        count = counted(plan["num_microbatches"], "microbatch", "microbatches")
+        count = counted(plan["num_microbatches"], "microbatch")
         chunks = plan["num_chunks"]
         per_stage = f" and {chunks} chunks per stage" if chunks > 1 else ""
         return f"{mesh}, {plan['schedule']} with {count}{per_stage}"
 
-    def sections(self) -> list[tuple[str, list[Comparison]]]:
+    def _sections(self) -> list[tuple[str, list[Comparison]]]:
         """Return the comparisons in groups, each with a title."""
         updates = counted(self.steps, "update")
         return [
@@ -161,7 +163,7 @@ class Certificate(Frozen):
             ("the loss as written, float32, one device", self.as_written),
         ]
 
-    def null_leaves_note(self) -> str:
+    def _null_leaves_note(self) -> str:
         """Return a line about elements whose true gradient is zero; empty without any."""
         if not self.null_leaves and not self.null_parts:
             return ""
@@ -178,3 +180,8 @@ class Certificate(Frozen):
     def failures(self) -> list[Comparison]:
         """Return the comparisons that failed."""
         return [c for c in self.comparisons() if not c.equal]
+
+
+def _section(title: str, comparisons: list[Comparison]) -> list[RenderableType]:
+    lines = [Indented(c.sentence(), style="" if c.equal else "red", first=2) for c in comparisons]
+    return [Text(title), *lines]

@@ -69,8 +69,9 @@ class OptaxUpdate:
         else:
             assert loss is not None, "the optimizer looks at the loss"
             # Operation by operation, so that the loss can be computed on the host.
+            as_tree = functools.partial(nest, escaped=True)
             with jax.disable_jit():
-                extra = loss().arguments(self._optimizer, _as_tree, flatten)
+                extra = loss().arguments(self._optimizer, as_tree, flatten)
                 changed, moments = self._updated(dict(params), moments, dict(gradients), **extra)
         return fetch(changed), moments
 
@@ -300,10 +301,6 @@ def _mean(parts: Sequence[Weighted]) -> float:
 
 def _norm(gradients: Leaves) -> float:
     return math.sqrt(sum(float((np.abs(g) ** 2).sum()) for g in gradients.values()))
-
-
-def _as_tree(leaves: Leaves) -> dict[Any, Any]:
-    return nest(leaves, escaped=True)
 
 
 def _as_arrays(leaves: Leaves) -> dict[str, Any]:

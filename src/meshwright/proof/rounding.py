@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Jaxpr, Var, aval_of
+from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.trace.traced_loss import TracedLoss
 
 MARGIN = 2.0
@@ -174,22 +175,13 @@ def equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Equation, int]]:
     for eqn in jaxpr.eqns:
         yield eqn, times
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for inner in _inner(eqn):
-            yield from equations(inner, inside)
-
-
-def _inner(eqn: Equation) -> Iterator[Jaxpr]:
-    for value in eqn.params.values():
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
+        for program, _ in called_programs(eqn):
+            yield from equations(program.jaxpr, inside)
 
 
 def _is_arithmetic(eqn: Equation) -> bool:
     """Whether an equation rounds; equations that contain others do not count."""
-    if eqn.primitive.name in _EXACT or not eqn.outvars or next(_inner(eqn), None) is not None:
+    if eqn.primitive.name in _EXACT or not eqn.outvars or any(called_programs(eqn)):
         return False
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
 

@@ -226,7 +226,8 @@ class OwnPrecision:
         words = fetch(
             {leaf.path: v for leaf, v in zip(self.narrow.leaves, self.initial, strict=True)}
         )
-        if all(_same_bits(named[path], value) for path, value in words.items()):
+        pairs = [(named[path], value) for path, value in words.items()]
+        if all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs):
             # The same list: what one device computes from it is known, or used again.
             return self.initial
         return [
@@ -268,10 +269,6 @@ class OwnPrecision:
             how=HOW_PARAMETERS,
             allowed=lambda: _scaled(worst_of(measured), max(limits.values())),
         )
-
-
-def _same_bits(value: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return value.dtype == other.dtype and value.tobytes() == other.tobytes()
 
 
 def _scaled(gaps: Gaps, factor: float) -> Gaps:

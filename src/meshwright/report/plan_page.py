@@ -210,7 +210,7 @@ def _rejected(report: PlanReport) -> str:
         {"mesh": describe_sizes(each.mesh), "reason": each.reason}
         for each in report.result.rejected
     ]
-    count = counted(len(rows), "mesh", "meshes")
+    count = counted(len(rows), "mesh")
     return f"<details><summary>{count}</summary>{_table(rows)}</details>" if rows else ""
 
 

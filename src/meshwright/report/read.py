@@ -129,7 +129,7 @@ def downsample(points: Points, most: int = MAX_POINTS) -> Points:
 
 
 def _failure(events: list[dict[str, Any]], facts: dict[str, Any]) -> str | None:
-    """Return why a run failed; None if it did not, or was started again."""
+    """Return why a run failed; None if it did not, or was restarted."""
     last = events[-1] if events else {}
     if last.get("kind") != "stop" or not last.get("failed"):
         return None

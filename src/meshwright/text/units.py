@@ -23,8 +23,9 @@ def human_count(count: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a count and its noun: ``1 update``, ``3 updates``, ``2 leaves``."""
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+    """Return a count and its noun: ``1 update``, ``3 updates``, ``4 meshes``, ``2 leaves``."""
+    ending = "es" if noun.endswith(("ch", "s", "sh")) else "s"
+    return f"{count} {noun if count == 1 else plural or noun + ending}"
 
 
 def numbered(noun: str, numbers: Sequence[int], most: int = 8) -> str:

@@ -13,7 +13,7 @@ from meshwright.config.compose import compose_config, validate
 from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.anti_patterns import find_anti_patterns
-from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.planner.search.search import search
 
 BATCH = {name: np.zeros((64, 16), np.float32) for name in ("x", "y")}
@@ -106,7 +106,7 @@ def test_statistics_are_named_by_themselves():
     config = validate(compose_config(["model=conv", "data=synthetic"]))
     made = config_estimator(config, 8)
     assert made.sample_mixing is not None
-    pins = Pins(mesh={"data": 2}, gradient_accumulation_steps=2)
-    asked = PlanTask(parse_hardware("2xH100"), 8, pins)
+    fixed = FixedSettings(mesh={"data": 2}, gradient_accumulation_steps=2)
+    asked = PlanTask(parse_hardware("2xH100"), 8, fixed)
     found = find_anti_patterns(made, search(made, asked, top=1).best, None)
     assert [each.name for each in found] == ["statistics of microbatches"]

@@ -80,7 +80,11 @@ def test_a_compiled_step_that_is_too_large_is_said():
 @pytest.mark.parametrize(
     ("mesh", "limit", "fix"),
     [
-        ("data=8", KERNEL, 'write mesh="fsdp=8", which needs at least 2.1 MB per device'),
+        (
+            "data=8",
+            KERNEL,
+            'write mesh="fsdp=8" instead of mesh="data=8", which needs at least 2.1 MB per device',
+        ),
         ("data=8", KERNEL // 3, 'write mesh="fsdp=16" on 16 devices, which needs at least 1.1 MB'),
         ("data=8", 10 * 1024, "use a smaller model, or devices with more memory"),
     ],
@@ -97,7 +101,9 @@ def test_the_smallest_change_that_fits(mesh, limit, fix):
 
 def test_more_virtual_devices_are_never_advised():
     step = assembled("data=8")
-    with pytest.raises(OutOfMemory, match='write mesh="fsdp=8", which needs at least'):
+    with pytest.raises(
+        OutOfMemory, match='write mesh="fsdp=8" instead of mesh="data=8", which needs at least'
+    ):
         check_memory(step, capacity=Capacity(KERNEL, "a test", shared=True))
     with pytest.raises(OutOfMemory) as raised:
         check_memory(step, capacity=Capacity(KERNEL // 3, "a test", shared=True))

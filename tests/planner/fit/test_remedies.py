@@ -38,7 +38,7 @@ def test_every_remedy_of_a_plain_plan_keeps_the_global_batch():
         "sharding.blocks=scan",
         "mesh.fsdp=4 mesh.tensor=2 instead of mesh.data=4",
         "precision=bf16",
-        "16 devices with mesh.data=4 mesh.fsdp=2 mesh.tensor=2",
+        "mesh.data=4 mesh.fsdp=2 mesh.tensor=2 on 16 devices",
     ]
     assert {remedy.plan.batch.global_batch_size for remedy in found} == {48}
     # Devices that share the memory of a host gain nothing by being more.
@@ -78,7 +78,7 @@ def test_remedies_are_ranked_by_what_fits_and_what_they_save():
     assert list(map(str, ranked)) == [
         "training.micro_batch_size=25 training.gradient_accumulation_steps=4: "
         "75.0 GB less, which fits",
-        "16 devices with mesh.data=8 mesh.fsdp=2: 50.5 GB less, which is not enough",
+        "mesh.data=8 mesh.fsdp=2 on 16 devices: 50.5 GB less, which is not enough",
         "mesh.fsdp=8 instead of mesh.data=8: 875.0 MB less, which is not enough",
     ]
 

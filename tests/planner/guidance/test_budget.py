@@ -1,11 +1,13 @@
 """Budgets: amounts and prices as they are written, and costs against arithmetic by hand."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.planner.guidance.budget import NO_PRICE, Goal, make_budget, parse_goal, parse_price
+from meshwright.planner.estimate.estimate import TimeEstimate
+from meshwright.planner.guidance.budget import NO_PRICE, Goal, PlanGoal, parse_goal, parse_price
 
 
 @pytest.mark.parametrize(
@@ -61,16 +63,16 @@ def test_amounts_are_written_as_they_are_read():
         assert parse_goal(str(parse_goal(text))) == parse_goal(text)
 
 
+def estimate(*, seconds, samples, devices):
+    """Return a plan of which only the time, the batch and the devices are known."""
+    plan = SimpleNamespace(batch=SimpleNamespace(global_batch_size=samples))
+    hardware = SimpleNamespace(count=devices)
+    return SimpleNamespace(time=TimeEstimate(seconds), plan=plan, hardware=hardware)
+
+
 def test_a_run_of_tokens_costs_what_its_updates_cost():
-    goal = parse_goal("300B")
-    cost = make_budget(
-        goal,
-        seconds_per_update=2.0,
-        samples_per_update=512,
-        tokens_per_sample=1024,
-        devices=128,
-        usd_per_device_hour=2.5,
-    )
+    goal = PlanGoal(parse_goal("300B"), usd_per_device_hour=2.5)
+    cost = goal.budget(estimate(seconds=2.0, samples=512, devices=128), 1024)
     updates = -(-300_000_000_000 // (512 * 1024))
     assert cost.updates == updates
     assert cost.seconds == 2 * updates
@@ -91,10 +93,8 @@ def test_a_run_of_tokens_costs_what_its_updates_cost():
 
 def test_epochs_samples_and_updates_are_counted():
     def updates(text, **known):
-        goal = parse_goal(text)
-        return make_budget(
-            goal, seconds_per_update=1.0, samples_per_update=64, devices=8, **known
-        ).updates
+        goal = PlanGoal(parse_goal(text), **known)
+        return goal.budget(estimate(seconds=1.0, samples=64, devices=8), 1).updates
 
     assert updates("3 epochs", num_samples=1000) == -(-3000 // 64)
     assert updates("7 epochs", num_samples=6400) == 700
@@ -107,9 +107,8 @@ def test_epochs_samples_and_updates_are_counted():
 
 
 def test_without_a_price_there_is_no_money():
-    cost = make_budget(
-        parse_goal("1 update"), seconds_per_update=36.0, samples_per_update=1, devices=1
-    )
+    goal = PlanGoal(parse_goal("1 update"))
+    cost = goal.budget(estimate(seconds=36.0, samples=1, devices=1), 1)
     assert cost.usd is None
     assert str(cost) == f"1 update in 36 s, 0.01 device-hours, {NO_PRICE}"
 

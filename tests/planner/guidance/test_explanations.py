@@ -9,7 +9,7 @@ from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.words import compare_plans, time_parts
 from meshwright.planner.guidance.anti_patterns import find_anti_patterns, linear_scaling
 from meshwright.planner.guidance.why_this_plan import explain_decision, fewer_devices
-from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.planner.search.scaling import device_counts, scaling_curve, smallest_cluster
 from meshwright.planner.search.search import search
 from meshwright.planner.search.what_if import what_ifs
@@ -21,12 +21,12 @@ LARGE = ClosedForm(blocks=32, hidden=4096, heads=32, tokens=2048)
 NARROW = ClosedForm(blocks=64, hidden=256, heads=8, vocabulary=1000)
 
 
-def task(hardware="8xA100-40GB", batch=32, **pins):
-    return PlanTask(parse_hardware(hardware), batch, Pins(**pins))
+def task(hardware="8xA100-40GB", batch=32, **fixed):
+    return PlanTask(parse_hardware(hardware), batch, FixedSettings(**fixed))
 
 
-def best(estimator, hardware="8xA100-40GB", batch=32, **pins):
-    return search(estimator, task(hardware, batch, **pins), top=1).best
+def best(estimator, hardware="8xA100-40GB", batch=32, **fixed):
+    return search(estimator, task(hardware, batch, **fixed), top=1).best
 
 
 def mistakes(estimator, estimate, better=None):
@@ -41,9 +41,9 @@ class Normalizing(ClosedForm):
 
 @pytest.mark.parametrize(("steps", "said"), [(1, False), (4, True)])
 def test_statistics_see_one_microbatch_at_a_time(steps, said):
-    pins = {"mesh": {"data": 8}, "gradient_accumulation_steps": steps}
+    fixed = {"mesh": {"data": 8}, "gradient_accumulation_steps": steps}
     model = Normalizing(blocks=4, hidden=256, heads=4)
-    found = mistakes(model, best(model, batch=64, **pins))
+    found = mistakes(model, best(model, batch=64, **fixed))
     assert ("statistics of microbatches" in found) == said
     if said:
         words = found["statistics of microbatches"]

@@ -8,9 +8,9 @@ from closed_form import GPT2_MEDIUM, ClosedForm
 
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
-from meshwright.planner.guidance.budget import Goal
+from meshwright.planner.guidance.budget import Goal, PlanGoal
 from meshwright.planner.guidance.nothing_fits import nothing_fits
-from meshwright.planner.guidance.plan_report import PlanGoal, make_report
+from meshwright.planner.guidance.plan_report import make_report
 from meshwright.planner.guidance.plan_rows import (
     change_lines,
     in_columns,
@@ -22,7 +22,7 @@ from meshwright.planner.guidance.plan_rows import (
     scaling_rows,
 )
 from meshwright.planner.guidance.plan_text import report_text
-from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.planner.search.scaling import scaling_curve
 from meshwright.planner.search.search import search
 from meshwright.planner.search.what_if import what_ifs
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("command_line")
 LARGE = ClosedForm(blocks=32, hidden=4096, heads=32, tokens=2048)
 
 
-def task(hardware="8xA100-40GB", batch=32, **pins):
-    return PlanTask(parse_hardware(hardware), batch, Pins(**pins))
+def task(hardware="8xA100-40GB", batch=32, **fixed):
+    return PlanTask(parse_hardware(hardware), batch, FixedSettings(**fixed))
 
 
 class NeedsFsdp(ClosedForm):
@@ -103,7 +103,7 @@ def test_a_mesh_that_cannot_change_is_not_asked_about(asked):
 
 
 @pytest.mark.parametrize(
-    ("pins", "asked", "words"),
+    ("fixed", "asked", "words"),
     [
         ({"mesh": {"data": 8}}, 63, "56 or 64"),
         ({"mesh": {"data": 8}, "micro_batch_size": 3}, 64, "48 or 72"),
@@ -114,9 +114,9 @@ def test_a_mesh_that_cannot_change_is_not_asked_about(asked):
         ),
     ],
 )
-def test_a_batch_that_no_mesh_divides_comes_first_with_the_nearest_that_do(pins, asked, words):
+def test_a_batch_that_no_mesh_divides_comes_first_with_the_nearest_that_do(fixed, asked, words):
     with pytest.raises(UserError) as found:
-        search(GPT2_MEDIUM, task(batch=asked, **pins))
+        search(GPT2_MEDIUM, task(batch=asked, **fixed))
     assert "samples" in found.value.what
     assert "no mesh of 8xA100-40GB agrees with these settings" in found.value.why
     assert f"write training.global_batch_size={words}, or" in found.value.fix

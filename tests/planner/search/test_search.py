@@ -11,7 +11,7 @@ from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.search.candidates import (
     REMATS,
-    Pins,
+    FixedSettings,
     PlanTask,
     Variant,
     all_sizes,
@@ -29,14 +29,14 @@ from meshwright.text.units import human_seconds
 pytestmark = pytest.mark.usefixtures("command_line")
 
 
-def task(hardware="8xA100-40GB", batch=32, **pins):
-    return PlanTask(parse_hardware(hardware), batch, Pins(**pins))
+def task(hardware="8xA100-40GB", batch=32, **fixed):
+    return PlanTask(parse_hardware(hardware), batch, FixedSettings(**fixed))
 
 
 def fastest_of_all(estimator, task):
     """Return the fastest estimate that fits, of all meshes and all settings."""
     found = []
-    for sizes in all_sizes(task.hardware.count, task.pins.mesh):
+    for sizes in all_sizes(task.hardware.count, task.fixed.mesh):
         if find_obstacle(estimator, task, sizes):
             continue
         schedules = schedule_choices(task, sizes, estimator.num_blocks) or [(None, 1)]
@@ -121,8 +121,8 @@ def test_reasons_have_the_numbers():
     assert "slower than fsdp=128 × tensor=8" in by_kind["slower"]
 
 
-def test_pins_restrict_the_search():
-    pinned = search(
+def test_fixed_settings_restrict_the_search():
+    fixed = search(
         GPT2_MEDIUM,
         task(
             mesh={"tensor": 4},
@@ -131,8 +131,8 @@ def test_pins_restrict_the_search():
             micro_batch_size=2,
         ),
     )
-    assert len(pinned.plans) + len(pinned.rejected) == 3
-    for estimate in pinned.plans:
+    assert len(fixed.plans) + len(fixed.rejected) == 3
+    for estimate in fixed.plans:
         plan = estimate.plan
         assert plan.size("tensor") == 4
         assert (plan.sharding.remat, plan.sharding.blocks) == ("full", "scan")
@@ -145,14 +145,14 @@ def test_a_pinned_tensor_axis_may_cross_nodes():
 
 
 def test_pinned_schedules_and_chunks_are_kept():
-    pins = {"mesh": {"pipe": 4}, "schedule": "interleaved", "num_chunks": 3}
-    best = search(GPT2_MEDIUM, task(**pins)).best
+    fixed = {"mesh": {"pipe": 4}, "schedule": "interleaved", "num_chunks": 3}
+    best = search(GPT2_MEDIUM, task(**fixed)).best
     assert (best.plan.schedule, best.plan.num_chunks) == ("interleaved", 3)
     assert best.plan.num_microbatches % 4 == 0
 
 
 @pytest.mark.parametrize(
-    ("pins", "message"),
+    ("fixed", "message"),
     [
         (
             {"mesh": {"data": 4, "tensor": 4}},
@@ -175,9 +175,9 @@ def test_pinned_schedules_and_chunks_are_kept():
         ({"mesh": {"pipe": 8}, "schedule": "interleaved", "num_chunks": 4}, "needs 32 blocks"),
     ],
 )
-def test_contradictory_pins_are_refused_with_the_numbers(pins, message):
+def test_contradictory_fixed_settings_are_refused_with_the_numbers(fixed, message):
     with pytest.raises(UserError) as caught:
-        search(GPT2_MEDIUM, task(**pins))
+        search(GPT2_MEDIUM, task(**fixed))
     assert message in str(caught.value)
 
 
@@ -250,10 +250,10 @@ class Reducing(Sums):
 
 @pytest.mark.parametrize(("zero", "every"), [(1, 4), (2, 1), (3, 1)])
 def test_gradients_that_fsdp_shards_are_reduced_after_each_microbatch(zero, every):
-    pins = {"mesh": {"fsdp": 8}, "micro_batch_size": 2}
-    asked = replace(task(batch=64, **pins), sharding=ShardingConfig(zero=zero))
+    fixed = {"mesh": {"fsdp": 8}, "micro_batch_size": 2}
+    asked = replace(task(batch=64, **fixed), sharding=ShardingConfig(zero=zero))
     assert search(Reducing(), asked).best.plan.batch.sync_gradients_every == every
-    seldom = replace(asked, pins=Pins(**pins, sync_gradients_every=4))
+    seldom = replace(asked, fixed=FixedSettings(**fixed, sync_gradients_every=4))
     if every == 1:
         with pytest.raises(UserError, match=r"do not allow .*sync_gradients_every=4"):
             search(Reducing(), seldom)
@@ -295,7 +295,7 @@ def test_a_mesh_that_is_as_good_as_another_stays():
 
 
 @pytest.mark.parametrize(
-    ("pins", "simplest"),
+    ("fixed", "simplest"),
     [
         ({}, {"data": 8}),
         ({"mesh": {"data": 1}}, {"fsdp": 8}),
@@ -304,8 +304,8 @@ def test_a_mesh_that_is_as_good_as_another_stays():
         ({"mesh": {"pipe": 2}}, {"pipe": 2, "data": 4}),
     ],
 )
-def test_of_meshes_that_tie_the_one_with_the_fewest_axes_is_recommended(pins, simplest):
-    assert search(Equal(), task(**pins)).best.plan.mesh == simplest
+def test_of_meshes_that_tie_the_one_with_the_fewest_axes_is_recommended(fixed, simplest):
+    assert search(Equal(), task(**fixed)).best.plan.mesh == simplest
 
 
 def test_remat_is_left_out_where_it_gains_nothing():

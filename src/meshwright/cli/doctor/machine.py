@@ -119,9 +119,9 @@ def coordinator(environ: Mapping[str, str]) -> dict[str, Any] | None:
     return {"address": settings.master_addr, "port": settings.master_port, **source}
 
 
-def disk(folder: str = ".") -> dict[str, int]:
-    """Return the size and free space in bytes of the disk a folder is on."""
-    usage = shutil.disk_usage(folder)
+def disk() -> dict[str, int]:
+    """Return the size and free space in bytes of the disk the current folder is on."""
+    usage = shutil.disk_usage(".")
     return {"total_bytes": usage.total, "free_bytes": usage.free}
 
 

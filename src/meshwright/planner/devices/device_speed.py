@@ -47,7 +47,7 @@ class DeviceTimer:
     Attributes:
         devices: the devices.
         seconds: the longest that one timing should take, besides compiling.
-        deadline: when `time.perf_counter` says so, timings are as short as possible.
+        deadline: after this time of `time.perf_counter`, timings are as short as possible.
     """
 
     devices: Sequence[Any]

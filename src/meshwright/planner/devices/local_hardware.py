@@ -26,10 +26,11 @@ from meshwright.hardware import (
     roofline_batch_sizes,
 )
 from meshwright.hardware.hardware_file import checked_row, plain_name
+from meshwright.planner.devices.capacity import device_capacity, known_hardware
 from meshwright.planner.devices.device_speed import DeviceTimer, fit_products
 from meshwright.planner.devices.links import inside_links
 from meshwright.runtime.activity import activity
-from meshwright.runtime.host_machine import host_memory, user_cache
+from meshwright.runtime.host_machine import user_cache
 from meshwright.runtime.versions import package_versions
 
 FORMAT = 1
@@ -46,18 +47,22 @@ _SMALL_BYTES = 1024
 _HOST_SHARE = 0.9
 
 
-def find_hardware(text: str | None, *, refresh: bool = False) -> Hardware:
+def find_hardware(text: str | None) -> Hardware:
     """Return the hardware that a setting names.
 
     Args:
         text: such as ``8xA100-40GB``; ``local`` measures this machine; None takes the figures of
             the table for the devices that are present, and measures them if they are not in it.
-        refresh: whether to measure again although there is a measurement.
     """
     if text is not None and not is_local(text):
         return parse_hardware(text)
     known = detect() if text is None else None
-    return known or measure_local(refresh=refresh)
+    return known or measure_local()
+
+
+def hardware_of(devices: Sequence[Any]) -> Hardware:
+    """Return the hardware of these devices, from the table or measured."""
+    return known_hardware(devices) or measure_local(devices)
 
 
 def measure_local(
@@ -69,7 +74,7 @@ def measure_local(
 
     Args:
         devices: the devices; by default all of this process.
-        refresh: whether to measure again.
+        refresh: whether to repeat an earlier measurement.
         seconds: how long a measurement should take.
     """
     import jax
@@ -84,16 +89,16 @@ def measure_local(
     file = _cache_file(kinds[0], len(present))
     chip = None if refresh else _kept(file)
     if chip is None:
-        with activity("measuring this machine") as tell:
-            chip = _measure(present, seconds, tell)
+        with activity("measuring this machine") as show_progress:
+            chip = _measure(present, seconds, show_progress)
         _keep(file, chip)
     return Hardware(chip=chip, count=len(present))
 
 
-def _measure(devices: Sequence[Any], seconds: float, tell: Callable[[str], None]) -> Chip:
+def _measure(devices: Sequence[Any], seconds: float, show_progress: Callable[[str], None]) -> Chip:
     timer = DeviceTimer(devices, seconds / _TIMINGS, time.perf_counter() + seconds / 2)
     base = _base(devices)
-    tell("products")
+    show_progress("products")
     launch = timer.launch_seconds()
     timed = timer.products(base.peak_dtype, launch)
     rate, half = fit_products(timed)
@@ -104,7 +109,7 @@ def _measure(devices: Sequence[Any], seconds: float, tell: Callable[[str], None]
         for dtype in ("float32", "bfloat16", "float16")
         if dtype != base.peak_dtype
     }
-    tell("memory")
+    show_progress("memory")
     copied = timer.copy_bytes_per_s(_COPIED_BYTES.get(base.platform, _LARGE_BYTES))
     usable = _usable_bytes(devices)
     chip = replace(
@@ -120,7 +125,7 @@ def _measure(devices: Sequence[Any], seconds: float, tell: Callable[[str], None]
     chip = _reached(chip, "hbm_tb_per_s", "hbm_share", copied * on_chip / 1e12)
     chip = _reached(chip, "hbm_gb", "memory_share", usable * on_chip / 1e9) if usable else chip
     if len(devices) > 1:
-        tell("sums over devices")
+        show_progress("sums over devices")
         chip = _with_links(chip, len(devices), timer)
     if chip.name in load_chips():
         return chip
@@ -179,11 +184,9 @@ def _with_links(chip: Chip, count: int, timer: DeviceTimer) -> Chip:
 def _usable_bytes(devices: Sequence[Any]) -> float | None:
     """Return what programs can use on one device: of its own memory, or its part of the host's."""
     if devices[0].platform == "cpu":
-        memory = host_memory()
-        limits = (memory["host_total_bytes"], memory["container_limit_bytes"])
-        known = [limit for limit in limits if limit]
+        capacity = device_capacity(devices)
         # The system and the program itself need some of it.
-        return _HOST_SHARE * min(known) / len(devices) if known else None
+        return None if capacity is None else _HOST_SHARE * capacity.bytes
     return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
@@ -206,7 +209,7 @@ def _kept(file: Path) -> Chip | None:
 
 
 def _keep(file: Path, chip: Chip) -> None:
-    """Write a measurement down; without a place for it, it is made again."""
+    """Save a measurement; where it cannot be saved, it is repeated next time."""
     part = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

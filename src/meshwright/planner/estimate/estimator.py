@@ -14,7 +14,7 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from meshwright.config.schema import Precision
-from meshwright.hardware import Chip, Hardware
+from meshwright.hardware import Hardware
 from meshwright.ledgers.minimum import Needed
 from meshwright.mesh.axes import MODEL_AXES
 from meshwright.plan import Plan
@@ -49,25 +49,13 @@ from meshwright.planner.workload.work_table import Works, seconds_of
 from meshwright.program.dims import DimClasses
 from meshwright.program.dims.sample_mean import find_mixing
 from meshwright.program.dims.sample_values import MixedSamplesError
+from meshwright.program.flops import DTYPES
 from meshwright.program.trace.build_model import ModelSource, describe_model
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.runtime.activity import activity
 from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
-
-
-class OutsideOfStages(NamedTuple):
-    """Bytes of what is outside of stages, such as an embedding, on each of them.
-
-    Attributes:
-        gradients: of gradients, as fsdp shards them.
-        gathered: of parameters, gathered over the stages, and of what a stage computes with:
-            gathered over fsdp, or cast.
-    """
-
-    gradients: float
-    gathered: float
 
 
 class _Case(NamedTuple):
@@ -90,8 +78,8 @@ class Estimator:
         optimizer: any optax transformation.
         batch: a batch of any size, as arrays or shapes.
         trainable: NNX filter of what is trained.
-        precision: the compute format of most plans that will be asked for, in which the model is
-            traced to describe it.
+        precision: the compute format of most plans; what does not depend on a plan, such as the
+            number of blocks, is read from the program in this format.
     """
 
     @activity("tracing the model")
@@ -180,7 +168,7 @@ class Estimator:
         moved = 2 * (state.parameters + state.optimizer) + 2 * state.gradients
         update = moved / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
         steps = plan.batch.gradient_accumulation_steps
-        # Blocks are divided over stages; the last stage also computes the loss.
+        # Blocks are sharded over stages; the last stage also computes the loss.
         compute = steps * (in_loops / stages + outside)
         bubble = 0.0
         if stages > 1:
@@ -188,29 +176,28 @@ class Estimator:
             compute *= overheads.get(_staged(plan)[0], overheads["1f1b"])
             waits = share_of_waiting(*_staged(plan))
             bubble = compute * waits / (1 - waits)
-        peak = chip.tflops_per_device * 1e12 * _peak_share(chip, plan.precision)
         return TimeEstimate(
             compute=compute + update,
             traffic=time_traffic(self._sent(case, state), plan, hardware, compute),
             bubble=bubble,
             flops=self._programs.flops_per_sample(plan.precision) * plan.batch.global_batch_size,
-            peak_flops=peak * hardware.count,
+            peak_flops=chip.peak_of(DTYPES[plan.precision]) * hardware.count,
         )
 
     def _kernel_seconds(self, case: _Case) -> tuple[float, float]:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
-        divided = (*map(plan.size, MODEL_AXES), plan.sharding.zero)
+        sharded = (*map(plan.size, MODEL_AXES), plan.sharding.zero)
         key = (
             case.variant,
             plan.precision,
             blocks_of(plan),
-            divided,
+            sharded,
             plan.batch.micro_batch_size,
             chip,
         )
         if key not in self._seconds:
-            rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
+            rate = chip.peak_of(DTYPES[plan.precision]) * chip.product_share
             works = self._works(case)
             seconds = works.times * seconds_of(works, chip, rate)
             looped = float(seconds[works.in_loop].sum())
@@ -277,12 +264,17 @@ class Estimator:
         return saved_by_iteration(blocks.forward, sizes)
 
     def _stage_peak(
-        self, plan: Plan, whole: Peak, program: GradientProgram, sizes: DeviceSizes, again: float
+        self,
+        plan: Plan,
+        whole: Peak,
+        program: GradientProgram,
+        sizes: DeviceSizes,
+        recomputed: float,
     ) -> Peak:
         """Return the peak of a pipeline stage.
 
         Besides the slots of its schedule, it runs blocks or computes the loss. What it recomputes
-        takes ``again`` bytes for each block after the first (rule `STAGE_RECOMPUTES`).
+        takes ``recomputed`` bytes for each block after the first (rule `STAGE_RECOMPUTES`).
         """
         blocks = program.blocks
         assert blocks is not None
@@ -292,13 +284,13 @@ class Estimator:
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
         working = partial(working_in, program.timeline, sizes, blocks.backward)
         at_hand = STAGE_MICROBATCHES.value * each
-        own = working(inside=True) + at_hand + again * max(0.0, depth - 1)
+        own = working(inside=True) + at_hand + recomputed * max(0.0, depth - 1)
         state = self._states.of(plan)
-        outside = _outside_of_stages(plan, state)
+        gradients, gathered = _outside_of_stages(plan, state)
         uses: dict[Use, float] = {
             # There are the gradient of a microbatch and the sum of them.
-            "gradients": 2 * outside.gradients,
-            "gathered": whole.uses["gathered"] + outside.gathered,
+            "gradients": 2 * gradients,
+            "gathered": whole.uses["gathered"] + gathered,
             "activations": each * (slots.saved + slots.cuts) + carried,
             "working": max(own, working(inside=False) + _part_sums(program, sizes)),
         }
@@ -348,7 +340,7 @@ def _parts(classes: DimClasses, tensor: TensorChoice) -> dict[int, int]:
     for leaf in classes.leaves:
         choice = tensor.leaves.get(leaf.path)
         if choice is not None and choice.dim is not None:
-            parts |= {atom.id: tensor.size for atom in leaf.dims[choice.dim][:1]}
+            parts |= {factor.id: tensor.size for factor in leaf.dims[choice.dim][:1]}
     return parts
 
 
@@ -376,15 +368,19 @@ def _staged(plan: Plan) -> tuple[str, int, int, int]:
     return plan.schedule or "1f1b", plan.num_chunks, plan.num_microbatches, plan.size("pipe")
 
 
-def _outside_of_stages(plan: Plan, state: PlacedState) -> OutsideOfStages:
-    """Return what is outside of stages on each of them."""
+def _outside_of_stages(plan: Plan, state: PlacedState) -> tuple[float, float]:
+    """Return the bytes, on each stage, of what no stage owns, such as an embedding.
+
+    First those of gradients, as fsdp shards them; then those of parameters, gathered over the
+    stages, and of what a stage computes with: gathered over fsdp, or cast.
+    """
     shards, zero, whole = plan.size("fsdp"), plan.sharding.zero, state.outside
     parameters = whole / (shards if zero == 3 else 1)
     if COMPUTE_DTYPES[plan.precision] is None:
         computed = whole if parameters < whole else 0.0
     else:
         computed = whole / 2 + (state.parameters / 2 if shards == 1 else 0.0)
-    return OutsideOfStages(whole / (shards if zero > 1 else 1), parameters + computed)
+    return whole / (shards if zero > 1 else 1), parameters + computed
 
 
 def _depth(plan: Plan, blocks: BlockParts) -> float:
@@ -402,12 +398,3 @@ def _with(peak: Peak, use: Use, nbytes: float) -> Peak:
     """Return a peak with more bytes of one use."""
     uses: dict[Use, float] = {**peak.uses, use: peak.uses[use] + nbytes}
     return Peak(peak.nbytes + nbytes, uses)
-
-
-def _peak_share(chip: Chip, precision: Precision) -> float:
-    return _product_share(chip, precision) / chip.product_share
-
-
-def _product_share(chip: Chip, precision: Precision) -> float:
-    shares = {"no": chip.float32_share, "bf16": chip.bfloat16_share, "fp16": chip.float16_share}
-    return chip.product_share * shares[precision]

@@ -61,7 +61,7 @@ class ModelStates:
         return self._known[key]
 
     def tensor_choice(self, plan: Plan) -> TensorChoice:
-        """Return what the tensor axis of a plan divides, in the program without stages."""
+        """Return what the tensor axis of a plan shards, in the program without stages."""
         return self._tensor(plan.precision, blocks_of(plan), plan.size("tensor"))
 
     def events(self, plan: Plan) -> list[PlacedEvent]:
@@ -81,7 +81,7 @@ class ModelStates:
         return read_weights(self._programs.traced(precision, blocks))
 
     def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
-        """Return the sizes of a tensor axis, up to 64, that divide what it would divide."""
+        """Return the sizes of a tensor axis, up to 64, that divide the dims it would shard."""
         classes = self._programs.classes(precision, "scan")
         return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
 
@@ -91,7 +91,7 @@ class ModelStates:
         return choose_tensor_dims(self._programs.classes(precision, blocks), size)
 
     def _place(self, plan: Plan) -> PlacedState:
-        sizes = {axis: size for axis, size in plan.mesh.items() if axis != "data"}
+        sizes = _model_sizes(plan)
         program = self._programs.step_program(plan)
         layout = program.traced.layout
         cut, blocks, staged = program.cut, _blocks_or_stages(plan), set[int]()
@@ -99,17 +99,59 @@ class ModelStates:
             staged = {stack.number for stack in cut.stacks}
         classes = self._programs.classes(plan.precision, blocks)
         tensor = self._tensor(plan.precision, blocks, plan.size("tensor"))
-        divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding, staged)
+        placements = place_leaves(program.traced, classes, tensor, sizes, plan.sharding, staged)
         if cut is not None:
-            divided = place_on_stages(cut, divided, plan.size("pipe"), plan.num_chunks)
-        optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
+            placements = place_on_stages(cut, placements, plan.size("pipe"), plan.num_chunks)
         reads = self._reads(plan.precision, blocks)
-        placed = place_weights(layout.step_leaves, divided, plan, reads, cut)
+        placed = place_weights(layout.step_leaves, placements, plan, reads, cut)
         weights = Counter(weight._replace(module="") for weight in placed)
-        return place_state(layout, divided, sizes, optimizer, weights, zero=zero, staged=staged)
+        return self._on_device(layout, placements, plan, weights, staged)
+
+    def _on_device(
+        self,
+        layout: Layout,
+        placements: Sequence[Placement],
+        plan: Plan,
+        weights: Mapping[PlacedWeight, int],
+        staged: Collection[int],
+    ) -> PlacedState:
+        """Return the training state on one device.
+
+        Args:
+            layout: the step's leaves.
+            placements: the placement of each, sharded as far as the mesh does.
+            plan: the plan.
+            weights: how many weights are placed alike.
+            staged: numbers of the leaves that hold blocks of pipeline stages.
+        """
+        sizes, zero = _model_sizes(plan), plan.sharding.zero
+        optimizer = self._flat_optimizer(layout, placements, sizes)
+        leaves = layout.step_leaves
+        trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+        shares: dict[int, LeafShares] = {}
+        parameters = gradients = sums = 0
+        outside = 0.0
+        for number, (step, placement) in enumerate(zip(leaves, placements, strict=True)):
+            without = _shards(placement, sizes, "fsdp")
+            whole = 1 / without
+            least = 1 / placement.shards(sizes)
+            # Below zero 3, parameters outside of stages are whole on all of them.
+            kept = ("fsdp",) if number in staged else ("fsdp", PIPE)
+            at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
+            gradient = whole if zero == 1 else least
+            shares[number] = LeafShares(whole, at_rest, gradient)
+            parameters += round(step.leaf.nbytes * at_rest)
+            if step.leaf.role == "param":
+                if staged and number not in staged:
+                    outside += step.leaf.nbytes / _shards(placement, sizes, "fsdp", "pipe")
+                gradients += round(step.leaf.nbytes * gradient)
+                sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
+        placed = optimizer.placed([placements[n] for n in trained], sizes)
+        own = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
+        return PlacedState(parameters, own, gradients, sums, shares, weights, outside)
 
     def _flat_optimizer(
-        self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]
+        self, layout: Layout, placements: Sequence[Placement], sizes: Mapping[str, int]
     ) -> FlatOptimizer:
         """Return the optimizer for a layout, which is traced once for all meshes.
 
@@ -126,7 +168,7 @@ class ModelStates:
             flat = FlatOptimizer(
                 self._optimizer,
                 layout,
-                [divided[n] for n in own],
+                [placements[n] for n in own],
                 sizes,
                 stacks_alike=alike,
                 compared="ends",
@@ -137,6 +179,11 @@ class ModelStates:
         return self._flat[key]
 
 
+def _model_sizes(plan: Plan) -> dict[str, int]:
+    """Return the sizes of the axes that shard the model."""
+    return {axis: size for axis, size in plan.mesh.items() if axis != "data"}
+
+
 def _blocks_or_stages(plan: Plan) -> Blocks | None:
     """Return how the blocks of a plan run; None if pipeline stages run them."""
     return None if plan.size("pipe") > 1 else plan.sharding.blocks
@@ -144,8 +191,8 @@ def _blocks_or_stages(plan: Plan) -> Blocks | None:
 
 def state_key(plan: Plan) -> tuple[Any, ...]:
     """Return what the training state on a device depends on."""
-    sizes = tuple((axis, size) for axis, size in plan.mesh.items() if axis != "data")
-    # What is computed again changes activations, and no state.
+    sizes = tuple(_model_sizes(plan).items())
+    # Recomputation changes activations, but no state.
     sharding = str([(name, value) for name, value in plan.sharding if name != "remat"])
     return sizes, sharding, plan.precision, plan.num_chunks
 
@@ -170,7 +217,7 @@ class PlacedState:
         shares: by number of the step leaf, which part of it the device has.
         weights: how many weights are placed alike.
         outside: bytes of the parameters outside of pipeline stages, as each stage computes with
-            them: divided by the tensor axis alone.
+            them: sharded over the tensor axis alone.
     """
 
     parameters: int
@@ -180,52 +227,6 @@ class PlacedState:
     shares: Mapping[int, LeafShares]
     weights: Mapping[PlacedWeight, int]
     outside: float = 0.0
-
-
-def place_state(
-    layout: Layout,
-    divided: Sequence[Placement],
-    sizes: Mapping[str, int],
-    optimizer: FlatOptimizer,
-    weights: Mapping[PlacedWeight, int],
-    *,
-    zero: int,
-    staged: Collection[int] = (),
-) -> PlacedState:
-    """Return the training state on one device.
-
-    Args:
-        layout: the step's leaves.
-        divided: the placement of each, divided as far as the mesh does.
-        sizes: axis sizes of the mesh.
-        optimizer: the optimizer with this layout, on any mesh.
-        weights: how many weights are placed alike.
-        zero: what the fsdp axis divides: optimizer state, gradients, parameters.
-        staged: numbers of the leaves that hold blocks of pipeline stages.
-    """
-    leaves = layout.step_leaves
-    trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
-    shares: dict[int, LeafShares] = {}
-    parameters = gradients = sums = 0
-    outside = 0.0
-    for number, (step, placement) in enumerate(zip(leaves, divided, strict=True)):
-        without = _shards(placement, sizes, "fsdp")
-        whole = 1 / without
-        least = 1 / placement.shards(sizes)
-        # Below zero 3, parameters outside of stages are whole on all of them.
-        kept = ("fsdp",) if number in staged else ("fsdp", PIPE)
-        at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
-        gradient = whole if zero == 1 else least
-        shares[number] = LeafShares(whole, at_rest, gradient)
-        parameters += round(step.leaf.nbytes * at_rest)
-        if step.leaf.role == "param":
-            if staged and number not in staged:
-                outside += step.leaf.nbytes / _shards(placement, sizes, "fsdp", "pipe")
-            gradients += round(step.leaf.nbytes * gradient)
-            sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
-    placed = optimizer.placed([divided[n] for n in trained], sizes)
-    own = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
-    return PlacedState(parameters, own, gradients, sums, shares, weights, outside)
 
 
 def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:

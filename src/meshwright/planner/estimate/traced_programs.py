@@ -43,7 +43,7 @@ class TracedPrograms:
         loss: ``loss(model, batch)``.
         leaves: the model's leaves.
         samples: the samples.
-        precision: the compute format in which the model is traced to describe it.
+        precision: the compute format of the program that blocks and statistics are found in.
     """
 
     def __init__(

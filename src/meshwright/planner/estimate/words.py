@@ -66,7 +66,7 @@ def settings_of(plan: Plan) -> str:
 def microbatches_of(plan: Plan) -> str:
     """Return how many microbatches a replica runs per update: ``4 microbatches of 2 samples``."""
     batch = plan.batch
-    count = counted(batch.gradient_accumulation_steps, "microbatch", "microbatches")
+    count = counted(batch.gradient_accumulation_steps, "microbatch")
     return f"{count} of {counted(batch.micro_batch_size, 'sample')}"
 
 

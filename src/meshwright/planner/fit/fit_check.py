@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from meshwright.compiled.memory import MemoryUse
-from meshwright.config.schema import ShardingConfig
 from meshwright.errors import OutOfMemory, Setting
 from meshwright.hardware import detect
-from meshwright.mesh.axes import mesh_setting
+from meshwright.plan import Plan
 from meshwright.planner.devices.capacity import SHARED, Capacity, device_capacity
+from meshwright.planner.estimate.estimate import MemoryEstimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.fit.remedies import outermost_first
+from meshwright.planner.fit.remedies import shard_further
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled
 from meshwright.text.units import human_bytes
@@ -26,48 +25,9 @@ PREDICTED_FROM = 0.25
 """The part of a device's memory from which the exact bytes of a step make a prediction worth its
 seconds: the model is traced for it once more, while every run waits to start."""
 
-MOST_DEVICES = 4096
-"""Searches for a number of devices that is enough end here."""
 
-
-@dataclass(frozen=True)
-class LeastMemory:
-    """Bytes per device that a step needs before it computes anything.
-
-    Attributes:
-        parameters: trained parameters and the model's other state.
-        optimizer: the optimizer's state.
-        gradients: gradients that exist at the same time; 0 if each can be used and dropped.
-        batch: the samples of an update.
-    """
-
-    parameters: int
-    optimizer: int
-    gradients: int
-    batch: int
-
-    @property
-    def state(self) -> int:
-        """Bytes of the training state."""
-        return self.parameters + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """All of them together."""
-        return self.state + self.gradients + self.batch
-
-    def __str__(self) -> str:
-        named = {
-            "parameters": self.parameters,
-            "optimizer state": self.optimizer,
-            "gradients": self.gradients,
-            "batch": self.batch,
-        }
-        return " + ".join(f"{human_bytes(n)} of {what}" for what, n in named.items() if n)
-
-
-def least_memory(assembled: Assembled) -> LeastMemory:
-    """Return what a step needs at least, from the placement of every leaf."""
+def least_memory(assembled: Assembled) -> MemoryEstimate:
+    """Return what a step needs before it computes anything, from the placement of every leaf."""
     step, layout = assembled.step, assembled.traced.layout
     state = step.abstract_state()
     # Gradients must all be finite before the first parameter changes, or they are added up.
@@ -80,12 +40,23 @@ def least_memory(assembled: Assembled) -> LeastMemory:
         for leaf, place in placed
         if leaf.leaf.role == "param"
     ]
-    return LeastMemory(
+    return MemoryEstimate(
         parameters=bytes_on_device([state.params, state.model_state]),
         optimizer=bytes_on_device(state.optimizer),
         gradients=bytes_on_device(gradients) if together else 0,
         batch=bytes_on_device(batch_shapes(assembled)),
     )
+
+
+def list_memory(memory: MemoryEstimate) -> str:
+    """Return what a step needs before it computes anything, part by part."""
+    named = {
+        "parameters": memory.parameters,
+        "optimizer state": memory.optimizer,
+        "gradients": memory.gradients,
+        "batch": memory.batch,
+    }
+    return " + ".join(f"{human_bytes(n)} of {what}" for what, n in named.items() if n)
 
 
 def batch_shapes(assembled: Assembled) -> list[jax.ShapeDtypeStruct]:
@@ -150,11 +121,11 @@ def warn_of_compiled(assembled: Assembled, memory: MemoryUse | None) -> list[str
     return _exceeding("the compiled update needs", memory.total, capacity)
 
 
-def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> OutOfMemory:
+def _too_large(assembled: Assembled, least: MemoryEstimate, capacity: Capacity) -> OutOfMemory:
     return OutOfMemory(
         f"the plan does not fit: an update needs at least {human_bytes(least.total)} per device, "
         f"and each has {human_bytes(capacity.bytes)}",
-        why=f"{least}, before anything is computed; a device has {capacity}",
+        why=f"{list_memory(least)}, before anything is computed; a device has {capacity}",
         fix=next(_changes(assembled, least, capacity), _what_holds_it(capacity)),
     )
 
@@ -192,33 +163,20 @@ def _exceeding(update: str, needs: int, capacity: Capacity) -> list[str]:
     ]
 
 
-def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> Iterator[str]:
+def _changes(assembled: Assembled, least: MemoryEstimate, capacity: Capacity) -> Iterator[str]:
     """Yield changes that would fit, the smallest first, with what they need at least."""
-    plan, fully = assembled.plan, assembled.plan.sharding.model_copy(update={"zero": 3})
-    if plan.size("pipe") > 1:
+    if assembled.plan.size("pipe") > 1:
         # How other stages shard the leaves is only known once the model is cut again.
         return
-    sizes = outermost_first({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
-    tried: list[tuple[str, Mapping[str, int], ShardingConfig]] = []
-    if plan.size("fsdp") > 1 and plan.sharding.zero < 3:
-        tried.append((str(Setting("sharding.zero", 3)), plan.mesh, fully))
-    if plan.size("data") > 1:
-        tried.append((mesh_setting(sizes), sizes, plan.sharding))
-    count = plan.num_devices
-    while not capacity.shared and (count := 2 * count) <= MOST_DEVICES:
-        sizes = outermost_first({**sizes, "fsdp": 2 * sizes.get("fsdp", 1)})
-        tried.append((f"{mesh_setting(sizes)} on {count} devices", sizes, plan.sharding))
-    for text, mesh, sharding in tried:
-        needs = _bytes_on(assembled, mesh, sharding, least)
+    for remedy in shard_further(assembled.plan, more_devices=not capacity.shared):
+        needs = _bytes_on(assembled, remedy.plan, least)
         if needs <= capacity.bytes:
-            yield f"write {text}, which needs at least {human_bytes(needs)} per device"
+            yield f"write {remedy.text}, which needs at least {human_bytes(needs)} per device"
 
 
-def _bytes_on(
-    assembled: Assembled, sizes: Mapping[str, int], sharding: ShardingConfig, least: LeastMemory
-) -> int:
+def _bytes_on(assembled: Assembled, plan: Plan, least: MemoryEstimate) -> int:
     """Return what another mesh of fsdp and tensor would need at least, with as large a batch."""
-    decision = decide(assembled.traced, sizes, sharding)
+    sizes, decision = plan.mesh, decide(assembled.traced, plan.mesh, plan.sharding)
     leaves = assembled.traced.layout.step_leaves
     params = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
     total = least.batch

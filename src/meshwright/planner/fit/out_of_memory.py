@@ -1,4 +1,4 @@
-"""What is said when a device is out of memory: what the step needs, and what would need less."""
+"""The error when a device runs out of memory: what the step needs, and what would need less."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.compiled.memory import (
 from meshwright.errors import OutOfMemory, UserError
 from meshwright.hardware import Hardware, detect
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.fit.fit_check import least_memory
+from meshwright.planner.fit.fit_check import least_memory, list_memory
 from meshwright.planner.fit.remedies import Remedy, find_remedies, rank_remedies, unranked
 from meshwright.program.blocks.block_lists import find_block_lists
 from meshwright.program.blocks.to_scan import roll_program
@@ -107,7 +107,8 @@ class MemoryAdvice:
         least = least_memory(self._assembled)
         memory = None if program is None else program.memory
         if program is None or memory is None:
-            yield f"an update needs at least {human_bytes(least.total)} per device: {least}"
+            total = human_bytes(least.total)
+            yield f"an update needs at least {total} per device: {list_memory(least)}"
         else:
             yield (
                 f"the compiled step needs {human_bytes(memory.total)} per device: "

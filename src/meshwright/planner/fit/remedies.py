@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,6 +102,23 @@ def unranked(remedies: Sequence[Remedy]) -> list[Remedy]:
     return [remedy for remedy in remedies if remedy.samples in kept]
 
 
+def shard_further(plan: Plan, *, more_devices: bool) -> Iterator[Remedy]:
+    """Yield plans with less of the training state on each device, the smallest change first.
+
+    Args:
+        plan: the plan that needs too much memory.
+        more_devices: whether to try two, four, … times as many devices too, as far as the global
+            batch can be divided over them.
+    """
+    yield from _sharding(plan, has_blocks=False, rolls_blocks=False)
+    for remedy in _sharded_state(plan):
+        yield remedy
+        plan = remedy.plan
+    while more_devices and (remedy := next(_more_devices(plan), None)) is not None:
+        yield remedy
+        plan = remedy.plan
+
+
 def _fewer_samples(plan: Plan) -> Iterator[Remedy]:
     """Yield smaller microbatches of the same global batch, each about half of the one before."""
     micro, steps = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps
@@ -137,14 +153,14 @@ def _sharded_state(plan: Plan) -> Iterator[Remedy]:
     """Yield the plan with its state sharded over the same devices, instead of copied."""
     copies = plan.size("data")
     if copies > 1:
-        sizes = outermost_first({**plan.mesh, "data": 1, "fsdp": copies * plan.size("fsdp")})
+        sizes = _outermost_first({**plan.mesh, "data": 1, "fsdp": copies * plan.size("fsdp")})
         setting = f"{mesh_setting(sizes)} instead of {mesh_setting({'data': copies})}"
         yield Remedy(_changed(plan, mesh=sizes), setting)
 
 
 def _more_devices(plan: Plan) -> Iterator[Remedy]:
     """Yield the plan on twice as many devices, with the same global batch."""
-    batch, sizes = plan.batch, outermost_first({**plan.mesh, "fsdp": 2 * plan.size("fsdp")})
+    batch, sizes = plan.batch, _outermost_first({**plan.mesh, "fsdp": 2 * plan.size("fsdp")})
     micro, steps = batch.micro_batch_size, batch.gradient_accumulation_steps
     micro, steps = (micro // 2, steps) if micro % 2 == 0 else (micro, steps // 2)
     replicas = 2 * batch.replicas
@@ -161,9 +177,7 @@ def _more_devices(plan: Plan) -> Iterator[Remedy]:
                 }
             ),
         )
-        devices = math.prod(sizes.values())
-        setting = f"{devices} devices with {mesh_setting(sizes)}"
-        yield Remedy(changed, setting)
+        yield Remedy(changed, f"{mesh_setting(sizes)} on {changed.num_devices} devices")
 
 
 def _with_batch(plan: Plan, **sizes: int) -> Plan:
@@ -174,7 +188,7 @@ def _with_batch(plan: Plan, **sizes: int) -> Plan:
     return _changed(plan, batch=batch, num_microbatches=count)
 
 
-def outermost_first(sizes: dict[str, int]) -> dict[str, int]:
+def _outermost_first(sizes: dict[str, int]) -> dict[str, int]:
     """Return axis sizes in the order of meshes, without those of 1."""
     return shown_sizes(canonical_sizes(sizes))
 

@@ -19,7 +19,7 @@ from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
-"""The share of an update from which waiting is worth a word."""
+"""Waiting is mentioned from this share of an update."""
 TINY_SHARD = 2**20
 """Parameters on a device below which a mesh shards the model more than it needs to."""
 
@@ -137,7 +137,7 @@ def _few_microbatches(estimate: Estimate) -> str:
     if stages == 1 or plan.num_microbatches >= enough or time.bubble < NOTABLE * time.step:
         return ""
     return (
-        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for {stages} stages: "
+        f"{counted(plan.num_microbatches, 'microbatch')} for {stages} stages: "
         "devices wait "
         f"{time.bubble / time.step:.0%} of the time. {_more_microbatches(plan, enough)}"
     )
@@ -166,31 +166,33 @@ def _more_microbatches(plan: Plan, enough: int) -> str:
 
 def _divided_statistics(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for models whose statistics depend on the batch."""
-    batch = estimate.plan.batch
-    if not estimator.keeps_statistics or batch.gradient_accumulation_steps == 1:
+    if not estimator.keeps_statistics:
         return ""
-    seen = batch.micro_batch_size * batch.replicas
-    return (
-        f"the model keeps statistics of samples, as BatchNorm does: they see the {seen} samples "
-        f"of a microbatch, not the {batch.global_batch_size} of an update, so that training "
-        f"differs. {Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
+    return _seen_by_parts(
+        estimate, "the model keeps statistics of samples, as BatchNorm does: they see"
     )
 
 
 def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for losses that compare samples, as contrastive ones do."""
-    batch = estimate.plan.batch
-    # What keeps statistics also mixes samples, and is named by itself.
-    if batch.gradient_accumulation_steps == 1 or estimator.keeps_statistics:
-        return ""
     mixing = estimator.sample_mixing
-    if mixing is None or not mixing.combines:
+    # What keeps statistics also mixes samples, and is named by itself.
+    if estimator.keeps_statistics or mixing is None or not mixing.combines:
         return ""
-    seen = batch.micro_batch_size * batch.replicas
     where = f" in `{mixing.module}`" if mixing.module else ""
+    return _seen_by_parts(
+        estimate, f"the loss is not a mean over samples{where}: {mixing}. It sees"
+    )
+
+
+def _seen_by_parts(estimate: Estimate, sees: str) -> str:
+    """Say that only a part of the batch is seen at once; empty if all of it is."""
+    batch = estimate.plan.batch
+    if batch.gradient_accumulation_steps == 1:
+        return ""
     return (
-        f"the loss is not a mean over samples{where}: {mixing}. It sees the {seen} samples of a "
-        f"microbatch, not the {batch.global_batch_size} of an update, so that training differs. "
+        f"{sees} the {batch.micro_batch_size * batch.replicas} samples of a microbatch, not the "
+        f"{batch.global_batch_size} of an update, so that training differs. "
         f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
     )
 

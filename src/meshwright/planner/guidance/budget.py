@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from meshwright.errors import UserError, did_you_mean
+from meshwright.planner.estimate.estimate import Estimate
 from meshwright.text.units import human_count, human_seconds
 
 Unit = Literal["tokens", "samples", "epochs", "updates"]
@@ -33,7 +34,7 @@ class Goal:
         return f"{human_count(self.amount).replace('G', 'B')} {noun}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Budget:
     """What it costs to reach a goal.
 
@@ -51,7 +52,7 @@ class Budget:
     seconds: float
     devices: int
     device_hours: float
-    usd: float | None = None
+    usd: float | None
 
     @property
     def days(self) -> float:
@@ -73,77 +74,53 @@ class Budget:
         return ", ".join(parts)
 
 
-def make_budget(
-    goal: Goal,
-    *,
-    seconds_per_update: float,
-    samples_per_update: int,
-    devices: int,
-    tokens_per_sample: int | None = None,
-    num_samples: int | None = None,
-    usd_per_device_hour: float | None = None,
-) -> Budget:
-    """Return what it costs to reach a goal.
+@dataclass(frozen=True)
+class PlanGoal:
+    """How much is to be trained, and at which price.
 
-    Args:
-        goal: how much to train.
-        seconds_per_update: how long an update takes.
-        samples_per_update: the global batch size.
-        devices: how many devices run.
-        tokens_per_sample: needed for a goal in tokens.
-        num_samples: samples of the data, needed for a goal in epochs.
+    Attributes:
+        goal: how much.
+        num_samples: samples of the data, needed for a goal in epochs; None if unknown.
         usd_per_device_hour: the price of a device; None leaves the money out.
     """
-    samples = samples_of(
-        goal,
-        samples_per_update=samples_per_update,
-        tokens_per_sample=tokens_per_sample,
-        num_samples=num_samples,
-    )
-    updates = math.ceil(samples / samples_per_update)
-    seconds = updates * seconds_per_update
-    hours = devices * seconds / 3600
-    return Budget(
-        goal=goal,
-        updates=updates,
-        seconds=seconds,
-        devices=devices,
-        device_hours=hours,
-        usd=None if usd_per_device_hour is None else hours * usd_per_device_hour,
-    )
 
+    goal: Goal
+    num_samples: int | None = None
+    usd_per_device_hour: float | None = None
 
-def samples_of(
-    goal: Goal,
-    *,
-    samples_per_update: int,
-    tokens_per_sample: int | None = None,
-    num_samples: int | None = None,
-) -> float:
-    """Return how many samples a goal is; one that cannot be counted in them is an error.
+    def samples(self, samples_per_update: int, tokens_per_sample: int) -> float:
+        """Return how many samples the goal is; one that cannot be counted in them is an error.
 
-    Args:
-        goal: how much to train.
-        samples_per_update: the global batch size.
-        tokens_per_sample: needed for a goal in tokens.
-        num_samples: samples of the data, needed for a goal in epochs.
-    """
-    samples = {
-        "updates": goal.amount * samples_per_update,
-        "samples": goal.amount,
-        "tokens": goal.amount / tokens_per_sample if tokens_per_sample else None,
-        "epochs": goal.amount * num_samples if num_samples else None,
-    }[goal.unit]
-    if samples is None:
-        raise UserError(
-            f"{goal} cannot be counted in updates",
-            why="the batch has no array named tokens, inputs or input_ids, and not exactly one "
-            "other array with whole numbers in rows"
-            if goal.unit == "tokens"
-            else "the data does not say how many samples it has",
-            fix='write samples or updates instead, as in --tokens "10M samples"',
-        )
-    return samples
+        Args:
+            samples_per_update: the global batch size.
+            tokens_per_sample: tokens of a sample; 1 for data other than tokens.
+        """
+        goal = self.goal
+        samples = {
+            "updates": goal.amount * samples_per_update,
+            "samples": goal.amount,
+            "tokens": goal.amount / tokens_per_sample if tokens_per_sample > 1 else None,
+            "epochs": goal.amount * self.num_samples if self.num_samples else None,
+        }[goal.unit]
+        if samples is None:
+            raise UserError(
+                f"{goal} cannot be counted in updates",
+                why="the batch has no array named tokens, inputs or input_ids, and not exactly one "
+                "other array with whole numbers in rows"
+                if goal.unit == "tokens"
+                else "the data does not say how many samples it has",
+                fix='write samples or updates instead, as in --tokens "10M samples"',
+            )
+        return samples
+
+    def budget(self, estimate: Estimate, tokens_per_sample: int) -> Budget:
+        """Return what it costs to reach the goal with a plan."""
+        batch, devices = estimate.plan.batch.global_batch_size, estimate.hardware.count
+        updates = math.ceil(self.samples(batch, tokens_per_sample) / batch)
+        seconds = updates * estimate.time.step
+        hours, price = devices * seconds / 3600, self.usd_per_device_hour
+        usd = None if price is None else hours * price
+        return Budget(self.goal, updates, seconds, devices, hours, usd)
 
 
 def parse_goal(text: str | float) -> Goal:

@@ -1,4 +1,4 @@
-"""What is said about a model that no plan holds."""
+"""The error for a model that fits with no plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware
 from meshwright.planner.devices.capacity import SHARED
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.planner.search.scaling import smallest_cluster
 from meshwright.planner.search.search import SearchResult
 from meshwright.text.units import counted, human_bytes
@@ -31,10 +31,10 @@ class NothingFits(UserError):
 
 
 def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
-    """Return the error for a model that no plan holds, with the smallest cluster that does."""
+    """Return the error for a model that fits with no plan, and what would hold it."""
     task = result.task
-    large = [each for each in result.rejected if each.kind == "memory" and each.estimate]
-    nearest = min(large, key=lambda each: each.estimate.memory.total if each.estimate else 0)
+    large = [each for each in result.rejected if each.kind == "memory"]
+    nearest = min(large, key=lambda each: each.distance)
     found = smallest_cluster(estimator, task)
     fits_here = found is not None and found.task.hardware.count <= task.hardware.count
     if not fits_here and _shares_memory(task.hardware):
@@ -88,7 +88,9 @@ def _what_holds_it(task: PlanTask, found: SearchResult | None) -> str:
             f"the smallest cluster of {chip} that holds it is {enough}: {plan}, {memory} per "
             f"device, {_batch_assumed(found, task)}"
         )
-    changes = ["leave the settings of mesh and microbatches out"] if task.pins != Pins() else []
+    changes = (
+        ["leave the settings of mesh and microbatches out"] if task.fixed != FixedSettings() else []
+    )
     if task.global_batch_size % task.hardware.count:
         near = multiples_around(task.global_batch_size, task.hardware.count)
         changes = [f"write {Setting('training.global_batch_size', *near)}", *changes]
@@ -106,6 +108,6 @@ def _batch_assumed(found: SearchResult, asked: PlanTask) -> str:
     if batch == asked.global_batch_size:
         return f"for the same global batch of {counted(batch, 'sample')}"
     return (
-        f"for a global batch of {batch} samples instead of {asked.global_batch_size}, which "
-        f"{found.task.hardware.count} devices can divide"
+        f"for a global batch of {batch} samples instead of {asked.global_batch_size}, which can be "
+        f"divided over {found.task.hardware.count} devices"
     )

@@ -1,4 +1,4 @@
-"""Everything that is known about the plans for a model: searched, compared and explained."""
+"""The plans for a model, searched and explained: the whole report, or the best one in a line."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import yaml
 
-from meshwright.plan import MADE_FOR
-from meshwright.planner.estimate.estimate import Estimate
+from meshwright.plan import MADE_FOR, Plan
+from meshwright.planner.estimate.estimate import MARGIN_WORDS, Estimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.estimate.words import compare_plans, too_large
+from meshwright.planner.estimate.words import compare_plans, microbatches_of, short_plan, too_large
 from meshwright.planner.guidance.anti_patterns import (
     AntiPattern,
     find_anti_patterns,
     linear_scaling,
 )
-from meshwright.planner.guidance.budget import Budget, Goal, make_budget, samples_of
+from meshwright.planner.guidance.budget import Budget, PlanGoal
 from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import (
     alone,
@@ -32,45 +32,8 @@ from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.search.what_if import WhatIf, what_ifs
 from meshwright.text.units import human_bytes, human_seconds
 
-
-@dataclass(frozen=True)
-class PlanGoal:
-    """How much is to be trained, and at which price.
-
-    Attributes:
-        goal: how much.
-        num_samples: samples of the data; None if unknown.
-        usd_per_device_hour: the price of a device; None if unknown.
-    """
-
-    goal: Goal
-    num_samples: int | None = None
-    usd_per_device_hour: float | None = None
-
-    def check(self, estimator: Estimator) -> None:
-        """Refuse a goal that cannot be counted in updates, which no plan changes."""
-        _ = samples_of(
-            self.goal,
-            samples_per_update=1,
-            tokens_per_sample=self._tokens(estimator),
-            num_samples=self.num_samples,
-        )
-
-    def budget(self, estimator: Estimator, best: Estimate) -> Budget:
-        """Return what it costs with a plan."""
-        return make_budget(
-            self.goal,
-            seconds_per_update=best.time.step,
-            samples_per_update=best.plan.batch.global_batch_size,
-            devices=best.hardware.count,
-            tokens_per_sample=self._tokens(estimator),
-            num_samples=self.num_samples,
-            usd_per_device_hour=self.usd_per_device_hour,
-        )
-
-    @staticmethod
-    def _tokens(estimator: Estimator) -> int | None:
-        return estimator.tokens_per_sample if estimator.tokens_per_sample > 1 else None
+AUTO = "auto"
+"""The value of settings that are left to the planner."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +79,7 @@ class PlanReport:
 
     @property
     def conclusions(self) -> list[str]:
-        """The decision in words, after what argues against all of the devices."""
+        """The decision in words, after the note that fewer devices are as fast, if there is one."""
         return [*filter(None, [self.fewer]), *self.decision]
 
     def to_yaml(self, settings: Sequence[str] = ()) -> str:
@@ -161,8 +124,10 @@ def make_report(
         goal: how much to train.
         remarks: what was assumed.
     """
+    tokens = estimator.tokens_per_sample
     if goal is not None:
-        goal.check(estimator)
+        # A goal that cannot be counted in updates is refused before the search.
+        goal.samples(1, tokens)
     result = search(estimator, task, top=top)
     if not result.plans:
         raise nothing_fits(estimator, result)
@@ -175,7 +140,7 @@ def make_report(
     return PlanReport(
         name=name,
         num_parameters=estimator.num_parameters,
-        tokens_per_sample=estimator.tokens_per_sample,
+        tokens_per_sample=tokens,
         result=result,
         reasons=[reason_for(result, each, fits_alone=fits_alone) for each in result.plans],
         decision=explain_decision(estimator, result),
@@ -184,7 +149,7 @@ def make_report(
         other=compared,
         points=points,
         changes=what_ifs(estimator, result) if _has_choice(task) else [],
-        budget=None if goal is None else goal.budget(estimator, best),
+        budget=None if goal is None else goal.budget(best, tokens),
         fewer=fewer_devices(task, best, points),
         remarks=remarks,
     )
@@ -192,16 +157,13 @@ def make_report(
 
 def _has_choice(task: PlanTask) -> bool:
     """Whether there are several meshes of the devices with the sizes that the user has set."""
-    return len(list(islice(all_sizes(task.hardware.count, task.pins.mesh), 2))) > 1
+    return len(list(islice(all_sizes(task.hardware.count, task.fixed.mesh), 2))) > 1
 
 
 def _compared(estimator: Estimator, task: PlanTask) -> Estimate:
-    """Return the best plan of the other task, also if it does not fit: that is worth knowing."""
+    """Return the best plan of the other task, even if it does not fit."""
     result = search(estimator, task, top=1)
-    if result.plans:
-        return result.best
-    known = [each.estimate for each in result.rejected if each.estimate is not None]
-    return min(known, key=lambda estimate: estimate.memory.total)
+    return result.best if result.plans else result.too_large()[0]
 
 
 def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: PlanTask) -> list[str]:
@@ -213,3 +175,29 @@ def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: Pla
         else [f"{other.plan.describe()} {too_large(other, task.memory_share)}."]
     )
     return [*lines, *map(str, mistakes)]
+
+
+def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Plan, str]:
+    """Return the best plan, and a line that says what was chosen and why.
+
+    Args:
+        estimator: estimates plans for the model.
+        task: the devices, the batch and what the user has set.
+        setting: what the user wrote to ask for it.
+    """
+    result = search(estimator, task, top=3)
+    if not result.plans:
+        raise nothing_fits(estimator, result)
+    best = result.best
+    fits = alone(estimator, task).fits(task.memory_share)
+    plan = best.plan
+    # Tables leave out the usual number of microbatches; here the user left it to the planner.
+    usual = [microbatches_of(plan)] if plan.batch.gradient_accumulation_steps == 1 else []
+    chosen = ", ".join([short_plan(plan), *usual])
+    margin = f" ({MARGIN_WORDS})" if best.memory.reserved else ""
+    line = (
+        f"{setting}: {chosen}; {reason_for(result, best, fits_alone=fits)}; "
+        f"{human_seconds(best.time.step)} per update and "
+        f"{human_bytes(best.memory.total)} per device{margin}, estimated for {task.hardware}"
+    )
+    return plan, line

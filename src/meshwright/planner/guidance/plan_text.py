@@ -20,7 +20,6 @@ from meshwright.planner.guidance.plan_rows import (
     scaling_rows,
     unit_of_speed,
 )
-from meshwright.planner.search.obstacles import Rejection
 from meshwright.text.columns import Columns, Indented
 from meshwright.text.units import counted, human_bytes, human_seconds
 
@@ -110,20 +109,15 @@ def _note(text: str) -> list[RenderableType]:
 
 
 def _time(best: Estimate) -> Iterator[RenderableType]:
-    yield from _bars(time_parts(best))
-    if best.time.exposed:
-        yield from _note(SENT)
-
-
-def _bars(parts: dict[str, float]) -> Iterator[RenderableType]:
-    total = sum(parts.values())
+    parts = time_parts(best)
     width = max(map(len, parts))
     for name, seconds in parts.items():
         if seconds > 0:
-            bar = "█" * max(1, round(BAR * seconds / total))
-            yield Text(
-                f"  {name:<{width}} {human_seconds(seconds):>8} {seconds / total:>4.0%} {bar}"
-            )
+            share = seconds / best.time.step
+            bar = "█" * max(1, round(BAR * share))
+            yield Text(f"  {name:<{width}} {human_seconds(seconds):>8} {share:>4.0%} {bar}")
+    if best.time.exposed:
+        yield from _note(SENT)
 
 
 def _scaling(report: PlanReport) -> Columns:
@@ -154,16 +148,8 @@ def _rejected(report: PlanReport) -> Iterator[RenderableType]:
     for kind, (one, several) in _KINDS.items():
         of_kind = [each for each in report.result.rejected if each.kind == kind]
         if of_kind:
-            nearest = min(of_kind, key=_distance)
+            nearest = min(of_kind, key=lambda each: each.distance)
             if len(of_kind) == 1:
                 yield Indented(f"1 mesh {one}: {nearest}", 4, first=2)
             else:
                 yield Indented(f"{len(of_kind)} meshes {several}, such as {nearest}", 4, first=2)
-
-
-def _distance(rejected: Rejection) -> float:
-    """Return how far a mesh is from being recommended, compared with others of its kind."""
-    if rejected.estimate is None:
-        return 0.0
-    estimate = rejected.estimate
-    return estimate.memory.total if rejected.kind == "memory" else estimate.time.step

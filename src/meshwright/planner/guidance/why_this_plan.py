@@ -26,7 +26,7 @@ def alone(estimator: Estimator, task: PlanTask) -> Estimate:
     """Return what a whole copy of the model needs on one device, with as little as possible."""
     remat = REMATS[-1] if estimator.num_blocks else REMATS[0]
     device = Hardware(chip=task.hardware.chip, count=1)
-    single = replace(task, hardware=device, global_batch_size=1, pins=type(task.pins)())
+    single = replace(task, hardware=device, global_batch_size=1, fixed=type(task.fixed)())
     sizes = dict.fromkeys(AXES, 1)
     return estimator.estimate(make_candidate(single, sizes, Variant(remat), 1), device)
 
@@ -53,8 +53,8 @@ def fewer_devices(task: PlanTask, best: Estimate, points: Sequence[ScalingPoint]
         best: the recommended plan.
         points: the best plans for fewer devices.
     """
-    enough, pins = enough_devices(points), task.pins
-    chosen = pins.mesh or pins.micro_batch_size or pins.gradient_accumulation_steps
+    enough, fixed = enough_devices(points), task.fixed
+    chosen = fixed.mesh or fixed.micro_batch_size or fixed.gradient_accumulation_steps
     if chosen or enough is None or enough.estimate is None:
         return ""
     own, whole = human_seconds(enough.estimate.time.step), human_seconds(best.time.step)
@@ -131,7 +131,7 @@ def _data(best: Estimate, *, fits: bool) -> str:
 
 def without(estimator: Estimator, result: SearchResult, axis: str) -> str:
     """Return what happens without an axis: nothing fits, or how much slower the best mesh is."""
-    if axis in result.task.pins.mesh:
+    if axis in result.task.fixed.mesh:
         return "You asked for it."
     other = _best_without(estimator, result, axis)
     if other is None:
@@ -145,8 +145,7 @@ def without(estimator: Estimator, result: SearchResult, axis: str) -> str:
 
 def _best_without(estimator: Estimator, result: SearchResult, axis: str) -> Estimate | None:
     """Return the best plan without an axis, of the meshes that may be fast; None if none fits."""
-    slower = [each.estimate for each in result.rejected if each.kind == "slower" and each.estimate]
-    others = [each for each in (*result.plans, *slower) if each.plan.size(axis) == 1]
+    others = [each for each in (*result.plans, *result.slower()) if each.plan.size(axis) == 1]
     others.sort(key=lambda estimate: estimate.time.step)
     if not others:
         return None
@@ -157,17 +156,14 @@ def _best_without(estimator: Estimator, result: SearchResult, axis: str) -> Esti
 def _most_common(rejected: list[Rejection]) -> str:
     kinds = Counter(each.kind for each in rejected)
     kind = "memory" if kinds["memory"] else kinds.most_common(1)[0][0]
-    of_kind = [each for each in rejected if each.kind == kind]
-    if kind == "memory":
-        of_kind.sort(key=lambda each: each.estimate.memory.total if each.estimate else 0)
-    return str(of_kind[0])
+    return str(min((r for r in rejected if r.kind == kind), key=lambda each: each.distance))
 
 
 def _settings(result: SearchResult) -> Iterator[str]:
-    plan, pins = result.best.plan, result.task.pins
+    plan, fixed = result.best.plan, result.task.fixed
     batch, sharding = plan.batch, plan.sharding
     if sharding.remat != "none":
-        why = "as you asked" if pins.remat else "because memory would limit the microbatch more"
+        why = "as you asked" if fixed.remat else "because memory would limit the microbatch more"
         yield (
             f"remat={sharding.remat}: the backward pass recomputes values instead of keeping "
             f"them, {why}."
@@ -185,7 +181,7 @@ def _settings(result: SearchResult) -> Iterator[str]:
         share = result.best.time.bubble / result.best.time.step
         yield (
             f"With {plan.schedule} and "
-            f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for "
+            f"{counted(plan.num_microbatches, 'microbatch')} for "
             f"{plan.size('pipe')} stages, devices wait {share:.1%} of the time for other stages."
         )
 

@@ -89,7 +89,7 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
     with advice.during(lambda: "compiling the step"), activity("compiling the step"):
         lowered = lower_step(assembled, batch_shapes(assembled))
         started = time.perf_counter()
-        # On CPUs nothing runs, so that machine code need not be polished; for GPUs that is quick.
+        # Nothing runs on CPUs, so their machine code need not be optimized; for GPUs that is quick.
         program = compile_program(lowered, {} if on_gpus else quick_options())
         seconds = time.perf_counter() - started
     least = least_memory(assembled)
@@ -113,7 +113,7 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
 
 
 def _existence(device: Any, *, run: bool) -> str:
-    """Say in which sense a device is there."""
+    """Say whether a device exists."""
     if run:
         return "mocked"
     return "virtual" if device.platform == "cpu" else "none of them here"
@@ -165,19 +165,14 @@ class Figure:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction is off, as a share of the figure; None without a prediction."""
-        return None if self.predicted is None else relative_error(self.predicted, self.value)
+        """How far the prediction is off, as a share of the figure; None if that is not known."""
+        if self.predicted is None or (self.predicted and not self.value):
+            return None
+        return self.predicted / self.value - 1 if self.value else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
         return {**asdict(self), "error": self.error}
-
-
-def relative_error(predicted: float, actual: float) -> float | None:
-    """Return (predicted - actual) / actual; None if only one of them is zero."""
-    if not actual:
-        return None if predicted else 0.0
-    return predicted / actual - 1
 
 
 def make_figures(

@@ -28,7 +28,7 @@ Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Pins:
+class FixedSettings:
     """What the user has set, which a search does not change; None leaves it to the search.
 
     Attributes:
@@ -61,7 +61,7 @@ class PlanTask:
     Attributes:
         hardware: the devices.
         global_batch_size: samples of one update.
-        pins: what the user has set.
+        fixed: what the user has set.
         sharding: other settings of sharding, the same in every plan.
         precision: compute format.
         matmul: precision of float32 matrix products.
@@ -71,7 +71,7 @@ class PlanTask:
 
     hardware: Hardware
     global_batch_size: int
-    pins: Pins = field(default_factory=Pins)
+    fixed: FixedSettings = field(default_factory=FixedSettings)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     precision: Precision = "bf16"
     matmul: str = "default"
@@ -103,10 +103,10 @@ class Variant:
     num_chunks: int = 1
 
 
-def all_sizes(num_devices: int, pinned: Sizes) -> Iterator[dict[str, int]]:
-    """Yield every mesh of this many devices with the pinned sizes, in canonical order of axes."""
+def all_sizes(num_devices: int, fixed: Sizes) -> Iterator[dict[str, int]]:
+    """Yield every mesh of this many devices with the fixed sizes, in canonical order of axes."""
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    choices = {axis: [pinned[axis]] if axis in pinned else divisors for axis in AXES}
+    choices = {axis: [fixed[axis]] if axis in fixed else divisors for axis in AXES}
     first, *others = AXES
     for sizes in product(*(choices[axis] for axis in others)):
         rest, left = divmod(num_devices, math.prod(sizes))
@@ -129,19 +129,19 @@ def micro_batch_sizes(task: PlanTask, sizes: Sizes, variant: Variant) -> list[in
 
 def _allowed(steps: int, micro: int, task: PlanTask, sizes: Sizes, variant: Variant) -> bool:
     """Whether an update may have this many microbatches of this size."""
-    pins = task.pins
-    if micro != (pins.micro_batch_size or micro):
+    fixed = task.fixed
+    if micro != (fixed.micro_batch_size or micro):
         return False
-    if steps != (pins.gradient_accumulation_steps or steps):
+    if steps != (fixed.gradient_accumulation_steps or steps):
         return False
-    sync = pins.sync_gradients_every or 1
+    sync = fixed.sync_gradients_every or 1
     if steps % sync or (sizes["pipe"] > 1 and sync not in (1, steps)):
         return False
     if sync > 1 and not reduces_once(task, sizes):
         return False
     if sizes["pipe"] == 1:
         return True
-    flushed = pins.num_microbatches or steps
+    flushed = fixed.num_microbatches or steps
     return steps % flushed == 0 and flushed % (sizes["pipe"] if variant.num_chunks > 1 else 1) == 0
 
 
@@ -151,22 +151,20 @@ def first_variants(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[Varian
     Repeated blocks are a scan here: a scan is traced once for all of them. Whether they should run
     one by one is decided for the best plan.
     """
-    pins = task.pins
-    remats = (pins.remat,) if pins.remat else REMATS if num_blocks else REMATS[:1]
-    blocks = pins.blocks or ("scan" if num_blocks else "unroll")
-    schedule, chunks = _schedules(task, sizes, num_blocks)[0] if sizes["pipe"] > 1 else (None, 1)
+    fixed = task.fixed
+    remats = (fixed.remat,) if fixed.remat else REMATS if num_blocks else REMATS[:1]
+    blocks = fixed.blocks or ("scan" if num_blocks else "unroll")
+    schedule, chunks = next(iter(schedule_choices(task, sizes, num_blocks)), (None, 1))
     return [Variant(remat, blocks, schedule=schedule, num_chunks=chunks) for remat in remats]
 
 
 def schedule_choices(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[tuple[str, int]]:
     """Return the pipeline schedules that this mesh can use, with their chunks."""
-    return _schedules(task, sizes, num_blocks) if sizes["pipe"] > 1 else []
-
-
-def _schedules(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[tuple[str, int]]:
-    pins = task.pins
-    chunks = pins.num_chunks or 2
-    names = [pins.schedule] if pins.schedule else list(SCHEDULES)
+    if sizes["pipe"] == 1:
+        return []
+    fixed = task.fixed
+    chunks = fixed.num_chunks or 2
+    names = [fixed.schedule] if fixed.schedule else list(SCHEDULES)
     found = [(name, chunks if name == "interleaved" else 1) for name in names]
     fitting = [choice for choice in found if sizes["pipe"] * choice[1] <= num_blocks]
     return fitting or found[:1]
@@ -174,7 +172,7 @@ def _schedules(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[tuple[str,
 
 def make_candidate(task: PlanTask, sizes: Sizes, variant: Variant, micro: int) -> Plan:
     """Return the plan with this mesh, these settings and this microbatch size."""
-    replicas, pins = sizes["data"] * sizes["fsdp"], task.pins
+    replicas, fixed = sizes["data"] * sizes["fsdp"], task.fixed
     steps = task.replicas_batch(sizes) // micro
     stages = sizes["pipe"] > 1
     return Plan(
@@ -184,31 +182,18 @@ def make_candidate(task: PlanTask, sizes: Sizes, variant: Variant, micro: int) -
             micro_batch_size=micro,
             replicas=replicas,
             gradient_accumulation_steps=steps,
-            sync_gradients_every=pins.sync_gradients_every or (steps if variant.sync_once else 1),
+            sync_gradients_every=fixed.sync_gradients_every or (steps if variant.sync_once else 1),
         ),
         sharding=task.sharding.model_copy(
             update={"remat": variant.remat, "blocks": variant.blocks}
         ),
         schedule=variant.schedule,
-        num_microbatches=(pins.num_microbatches or steps) if stages else 1,
+        num_microbatches=(fixed.num_microbatches or steps) if stages else 1,
         num_chunks=variant.num_chunks if stages else 1,
         precision=task.precision,
         matmul=task.matmul,
         kernels=task.kernels,
     )
-
-
-@dataclass(frozen=True)
-class ConfigTask:
-    """A task that follows from a config.
-
-    Attributes:
-        task: the task.
-        remarks: what was assumed.
-    """
-
-    task: PlanTask
-    remarks: tuple[str, ...] = ()
 
 
 def config_task(
@@ -217,8 +202,8 @@ def config_task(
     hardware: Hardware,
     *,
     memory_share: float = MEMORY_SHARE,
-) -> ConfigTask:
-    """Return what to plan for a config.
+) -> tuple[PlanTask, list[str]]:
+    """Return what to plan for a config, and remarks about what was assumed.
 
     Args:
         config: the config.
@@ -226,31 +211,29 @@ def config_task(
         hardware: the devices.
         memory_share: the share of a device's memory that a plan may take.
     """
-    pins = _pins(config, decided, hardware.count)
-    batch, remarks = _global_batch(config, pins, hardware.count)
-    return ConfigTask(
-        PlanTask(
-            hardware=hardware,
-            global_batch_size=batch,
-            pins=pins,
-            sharding=config.sharding,
-            precision=precision(config),
-            matmul=config.precision.matmul,
-            kernels=config.kernels,
-            memory_share=memory_share,
-        ),
-        tuple(remarks),
+    fixed = _fixed(config, decided, hardware.count)
+    batch, remarks = _global_batch(config, fixed, hardware.count)
+    task = PlanTask(
+        hardware=hardware,
+        global_batch_size=batch,
+        fixed=fixed,
+        sharding=config.sharding,
+        precision=precision(config),
+        matmul=config.precision.matmul,
+        kernels=config.kernels,
+        memory_share=memory_share,
     )
+    return task, remarks
 
 
-def _pins(config: Config, decided: Collection[str], num_devices: int) -> Pins:
+def _fixed(config: Config, decided: Collection[str], num_devices: int) -> FixedSettings:
     training, sharding, pipeline = config.training, config.sharding, config.pipeline
 
     def decided_value(key: str, value: Any) -> Any:
         return value if key in decided else None
 
-    return Pins(
-        mesh=_pinned_mesh(config, decided, num_devices),
+    return FixedSettings(
+        mesh=_fixed_mesh(config, decided, num_devices),
         remat=decided_value("sharding.remat", sharding.remat),
         blocks=decided_value("sharding.blocks", sharding.blocks),
         micro_batch_size=None if training.micro_batch_size == "auto" else training.micro_batch_size,
@@ -264,7 +247,7 @@ def _pins(config: Config, decided: Collection[str], num_devices: int) -> Pins:
     )
 
 
-def _pinned_mesh(config: Config, decided: Collection[str], num_devices: int) -> Mapping[str, int]:
+def _fixed_mesh(config: Config, decided: Collection[str], num_devices: int) -> Mapping[str, int]:
     """Return the sizes of axes that are given; a size of -1 says that the whole mesh is."""
     asked = mesh_sizes(config)
     given = {axis: asked[axis] for axis in AXES if f"mesh.{axis}" in decided}
@@ -275,15 +258,15 @@ def _pinned_mesh(config: Config, decided: Collection[str], num_devices: int) -> 
     return dict.fromkeys(AXES, 1) | resolve_mesh(asked, num_devices)
 
 
-def _global_batch(config: Config, pins: Pins, num_devices: int) -> tuple[int, list[str]]:
+def _global_batch(config: Config, fixed: FixedSettings, num_devices: int) -> tuple[int, list[str]]:
     """Return the samples of an update: given, or as many as plain data parallelism would take."""
     given = config.training.global_batch_size
     if given is not None:
         return given, []
-    fixed = math.prod(pins.mesh.get(axis, 1) for axis in AXES if axis not in BATCH_AXES)
-    replicas = max(1, num_devices // fixed)
-    micro = pins.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
-    batch = micro * replicas * (pins.gradient_accumulation_steps or 1)
+    others = math.prod(fixed.mesh.get(axis, 1) for axis in AXES if axis not in BATCH_AXES)
+    replicas = max(1, num_devices // others)
+    micro = fixed.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
+    batch = micro * replicas * (fixed.gradient_accumulation_steps or 1)
     each = counted(micro, "sample")
     setting = Setting("training.global_batch_size")
     return batch, [f"{setting} is not set; this is for {batch} samples, {each} per device"]

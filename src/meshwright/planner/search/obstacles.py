@@ -43,6 +43,13 @@ class Rejection:
     reason: str
     estimate: Estimate | None = None
 
+    @property
+    def distance(self) -> float:
+        """How far the mesh is from being recommended, compared with others of its kind."""
+        if self.estimate is None:
+            return 0.0
+        return self.estimate.memory.total if self.kind == "memory" else self.estimate.time.step
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
         return {"mesh": self.mesh, "kind": self.kind, "reason": self.reason}
@@ -63,8 +70,8 @@ def find_obstacle(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejecti
 
 
 def _blocks(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
-    stages, blocks, pins = sizes["pipe"], estimator.num_blocks, task.pins
-    chunks = pins.num_chunks or 2 if pins.schedule == "interleaved" else 1
+    stages, blocks, fixed = sizes["pipe"], estimator.num_blocks, task.fixed
+    chunks = fixed.num_chunks or 2 if fixed.schedule == "interleaved" else 1
     if stages == 1 or stages * chunks <= blocks:
         return None
     has = f"the model has {blocks}" if blocks else "the model has no repeated blocks"
@@ -86,7 +93,7 @@ def _division(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection |
 
 def _topology(task: PlanTask, sizes: Sizes) -> Rejection | None:
     hardware, size = task.hardware, sizes["tensor"]
-    if "tensor" in task.pins.mesh or not crosses_nodes(hardware, size):
+    if "tensor" in task.fixed.mesh or not crosses_nodes(hardware, size):
         return None
     reason = (
         f"tensor={size} crosses nodes of {counted(hardware.devices_per_node, 'device')}: each "
@@ -103,7 +110,7 @@ def crosses_nodes(hardware: Hardware, size: int) -> bool:
 def speeds(hardware: Hardware) -> str:
     """Return how fast devices of different nodes are connected, compared with those of one."""
     chip = hardware.chip
-    within = f"{chip.links_per_chip * chip.link_gb_per_s:g} GB/s within a node"
+    within = f"{chip.intra_node_gb_per_s:g} GB/s within a node"
     if chip.inter_node_gb_per_s is None:
         return f"the network between nodes, against {within}"
     return f"the network's {chip.inter_node_gb_per_s:g} GB/s, against {within}"
@@ -128,7 +135,7 @@ def _batch(task: PlanTask, sizes: Sizes, num_blocks: int) -> Rejection | None:
 
 def _dividing(task: PlanTask, own: int) -> str:
     """Name microbatches that divide the samples of a replica, if those that are set do not."""
-    micro = task.pins.micro_batch_size
+    micro = task.fixed.micro_batch_size
     if micro is None or own % micro == 0:
         return ""
     choices = nearest_divisors(own, micro)
@@ -136,12 +143,12 @@ def _dividing(task: PlanTask, own: int) -> str:
 
 
 def _asked(task: PlanTask, variant: Variant) -> str:
-    pins = task.pins
+    fixed = task.fixed
     settings = {
-        "training.micro_batch_size": pins.micro_batch_size,
-        "training.gradient_accumulation_steps": pins.gradient_accumulation_steps,
-        "training.sync_gradients_every": pins.sync_gradients_every,
-        "pipeline.num_microbatches": pins.num_microbatches,
+        "training.micro_batch_size": fixed.micro_batch_size,
+        "training.gradient_accumulation_steps": fixed.gradient_accumulation_steps,
+        "training.sync_gradients_every": fixed.sync_gradients_every,
+        "pipeline.num_microbatches": fixed.num_microbatches,
         "pipeline.num_chunks": variant.num_chunks if variant.num_chunks > 1 else None,
     }
     given = [str(Setting(key, value)) for key, value in settings.items() if value is not None]
@@ -152,14 +159,14 @@ def _rejected(sizes: Sizes, kind: Kind, reason: str) -> Rejection:
     return Rejection(shown_sizes(sizes), kind, reason)
 
 
-def check_pins(task: PlanTask) -> None:
+def check_fixed_mesh(task: PlanTask) -> None:
     """Refuse sizes of axes that the devices cannot have."""
-    pinned, count = task.pins.mesh, task.hardware.count
-    known = math.prod(pinned.values())
-    whole = set(pinned) == set(AXES)
+    fixed, count = task.fixed.mesh, task.hardware.count
+    known = math.prod(fixed.values())
+    whole = set(fixed) == set(AXES)
     if count % known == 0 and (not whole or known == count):
         return
-    terms = [f"mesh.{axis}={size}" for axis, size in pinned.items() if size > 1]
+    terms = [f"mesh.{axis}={size}" for axis, size in fixed.items() if size > 1]
     product = f" = {known}" if len(terms) > 1 else ""
     raise UserError(
         f"the mesh does not match the {counted(count, 'device')} of {task.hardware}",
@@ -196,19 +203,19 @@ def no_mesh(task: PlanTask, rejected: Iterable[Rejection]) -> UserError:
 
 def _nearest_batches(task: PlanTask, rejected: Iterable[Rejection]) -> list[int]:
     """Return the global batches on both sides of the one asked for that these meshes divide."""
-    pins, batch, near = task.pins, task.global_batch_size, set[int]()
-    fixed = pins.micro_batch_size and pins.gradient_accumulation_steps
+    fixed, batch, near = task.fixed, task.global_batch_size, set[int]()
+    whole = fixed.micro_batch_size and fixed.gradient_accumulation_steps
     for mesh in (each.mesh for each in rejected):
-        least = mesh.get("data", 1) * mesh.get("fsdp", 1) * (pins.micro_batch_size or 1)
-        least *= pins.gradient_accumulation_steps or _least_microbatches(task, mesh)
-        near |= {least} if fixed else {*multiples_around(batch, least)}
+        least = mesh.get("data", 1) * mesh.get("fsdp", 1) * (fixed.micro_batch_size or 1)
+        least *= fixed.gradient_accumulation_steps or _least_microbatches(task, mesh)
+        near |= {least} if whole else {*multiples_around(batch, least)}
     below, above = [n for n in near if n < batch], [n for n in near if n > batch]
     return [*sorted(below)[-1:], *sorted(above)[:1]]
 
 
 def _least_microbatches(task: PlanTask, mesh: Sizes) -> int:
     """Return what the number of microbatches must be a multiple of."""
-    pins, stages = task.pins, mesh.get("pipe", 1)
-    flushed = (pins.num_microbatches or 1) if stages > 1 else 1
-    group = stages if pins.schedule == "interleaved" else 1
-    return math.lcm(pins.sync_gradients_every or 1, flushed, group)
+    fixed, stages = task.fixed, mesh.get("pipe", 1)
+    flushed = (fixed.num_microbatches or 1) if stages > 1 else 1
+    group = stages if fixed.schedule == "interleaved" else 1
+    return math.lcm(fixed.sync_gradients_every or 1, flushed, group)

@@ -9,7 +9,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import Hardware
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.search.candidates import Pins, PlanTask, Sizes, all_sizes
+from meshwright.planner.search.candidates import FixedSettings, PlanTask, Sizes, all_sizes
 from meshwright.planner.search.search import TIE, SearchResult, search
 
 MOST_POINTS = 6
@@ -99,13 +99,13 @@ def _best(
     estimator: Estimator, task: PlanTask, count: int, larger: Estimate | None
 ) -> Estimate | None:
     """Return the best plan for fewer devices: of meshes like the best one for more, if one fits."""
-    pins = Pins(
-        remat=task.pins.remat,
-        blocks=task.pins.blocks,
-        schedule=task.pins.schedule,
-        micro_batch_size=task.pins.micro_batch_size,
+    fixed = FixedSettings(
+        remat=task.fixed.remat,
+        blocks=task.fixed.blocks,
+        schedule=task.fixed.schedule,
+        micro_batch_size=task.fixed.micro_batch_size,
     )
-    asked = replace(task, hardware=smaller_or_larger(task.hardware, count), pins=pins)
+    asked = replace(task, hardware=smaller_or_larger(task.hardware, count), fixed=fixed)
     every = list(all_sizes(count, {}))
     alike = [] if larger is None else [sizes for sizes in every if _alike(sizes, larger)]
     for meshes in filter(None, (alike, every)):
@@ -171,7 +171,7 @@ def _holds(estimator: Estimator, task: PlanTask, count: int) -> SearchResult | N
         task,
         hardware=smaller_or_larger(task.hardware, count),
         global_batch_size=batch,
-        pins=Pins(remat=task.pins.remat, blocks=task.pins.blocks),
+        fixed=FixedSettings(remat=task.fixed.remat, blocks=task.fixed.blocks),
     )
     try:
         result = search(estimator, asked, top=1)

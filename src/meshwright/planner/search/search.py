@@ -23,7 +23,13 @@ from meshwright.planner.search.candidates import (
     reduces_once,
     schedule_choices,
 )
-from meshwright.planner.search.obstacles import Rejection, check_pins, find_obstacle, no_mesh
+from meshwright.planner.search.obstacles import (
+    Kind,
+    Rejection,
+    check_fixed_mesh,
+    find_obstacle,
+    no_mesh,
+)
 from meshwright.runtime.activity import activity
 
 TIE = 0.04
@@ -68,6 +74,17 @@ class SearchResult:
         """The recommended plan."""
         return self.plans[0]
 
+    def slower(self) -> list[Estimate]:
+        """Return the plans that are rejected as slower, the fastest first."""
+        return sorted(self._rejected_for("slower"), key=lambda estimate: estimate.time.step)
+
+    def too_large(self) -> list[Estimate]:
+        """Return the plans that do not fit, the smallest first."""
+        return sorted(self._rejected_for("memory"), key=lambda estimate: estimate.memory.total)
+
+    def _rejected_for(self, kind: Kind) -> list[Estimate]:
+        return [e for r in self.rejected if r.kind == kind and (e := r.estimate) is not None]
+
 
 def search(
     estimator: Estimator,
@@ -84,9 +101,9 @@ def search(
         top: how many meshes to rank; the others are rejected as slower.
         meshes: the meshes to look at; all by default.
     """
-    check_pins(task)
-    with activity("comparing plans", afterwards=False) as tell:
-        return _Search(estimator, task, top, tell).run(meshes)
+    check_fixed_mesh(task)
+    with activity("comparing plans", afterwards=False) as show_progress:
+        return _Search(estimator, task, top, show_progress).run(meshes)
 
 
 @dataclass
@@ -94,13 +111,13 @@ class _Search:
     estimator: Estimator
     task: PlanTask
     top: int
-    tell: Callable[[str], None]
+    show_progress: Callable[[str], None]
     known: dict[_Key, Estimate] = field(default_factory=dict[_Key, Estimate])
 
     def run(self, meshes: Iterable[Sizes] | None) -> SearchResult:
         task, obstacles = self.task, list[Rejection]()
         usable = list[Sizes]()
-        for sizes in meshes or all_sizes(task.hardware.count, task.pins.mesh):
+        for sizes in meshes or all_sizes(task.hardware.count, task.fixed.mesh):
             obstacle = find_obstacle(self.estimator, task, sizes)
             if obstacle is None:
                 usable.append(sizes)
@@ -153,7 +170,7 @@ class _Search:
     def _unrolled(self, scanned: Estimate) -> Estimate:
         """Return a plan whose blocks run one by one, if that fits and is as fast."""
         unrolls = 0 < self.estimator.num_blocks <= MOST_UNROLLED
-        if self.task.pins.blocks is not None or not unrolls:
+        if self.task.fixed.blocks is not None or not unrolls:
             return scanned
         sharding = scanned.plan.sharding.model_copy(update={"blocks": "unroll"})
         plan = scanned.plan.model_copy(update={"sharding": sharding})
@@ -179,7 +196,7 @@ class _Search:
         """Return the best plans, and the estimates of slower ones: exact, or a bound of the mesh.
 
         Meshes are searched in the order of a lower bound of their time, until no other mesh can be
-        among the best. Whether the others would fit is not looked at.
+        among the best. Whether the others would fit is not checked.
         """
         found, slower = list[Estimate](), list[tuple[Estimate, bool]]()
         for bound, sizes in sorted(bounds, key=lambda item: item[0].time.step):
@@ -187,10 +204,10 @@ class _Search:
             # A simpler mesh that ties with the best is looked for beyond the number to rank.
             full = len(found) >= self.top
             limit = max(times[self.top - 1], times[0] * (1 + TIE)) if full else math.inf
-            self.tell(f"{len(self.known):,} estimated")
-            hopeful = bound.time.step * BOUND_SLACK <= limit
-            hopeful = hopeful and not self._large(bound, sizes)
-            best = self._best(sizes, bound, limit) if hopeful else None
+            self.show_progress(f"{len(self.known):,} estimated")
+            promising = bound.time.step * BOUND_SLACK <= limit
+            promising = promising and not self._large(bound, sizes)
+            best = self._best(sizes, bound, limit) if promising else None
             if best is None:
                 slower.append((bound, True))
             else:
@@ -227,13 +244,14 @@ class _Search:
             return None
         best: Estimate | None = None
         for first in first_variants(self.task, sizes, self.estimator.num_blocks):
-            hopes = list[tuple[float, Variant, list[int]]]()
+            bounds = list[tuple[float, Variant, list[int]]]()
             for variant in self._variants(sizes, first.remat):
                 if choices := micro_batch_sizes(self.task, sizes, variant):
                     near = micro if micro in choices else choices[-1]
-                    hopes.append((self._estimate(sizes, variant, near).time.step, variant, choices))
-            for hope, variant, choices in sorted(hopes, key=lambda item: item[0]):
-                if hope * BOUND_SLACK > limit:
+                    step = self._estimate(sizes, variant, near).time.step
+                    bounds.append((step, variant, choices))
+            for least, variant, choices in sorted(bounds, key=lambda item: item[0]):
+                if least * BOUND_SLACK > limit:
                     break
                 possible = self._fitting(sizes, variant, choices)
                 own = self._fastest(sizes, variant, possible) if possible else None
@@ -253,8 +271,8 @@ class _Search:
         return list(dict.fromkeys([*scheduled, *seldom]))
 
     def _with_few_reductions(self, sizes: Sizes, variant: Variant) -> Variant:
-        fixed = self.task.pins.sync_gradients_every is not None
-        seldom = not fixed and reduces_once(self.task, sizes)
+        seldom = self.task.fixed.sync_gradients_every is None
+        seldom = seldom and reduces_once(self.task, sizes)
         # Statistics of a microbatch, and comparisons within it, need the samples of all devices.
         seldom = seldom and not self.estimator.keeps_statistics
         seldom = seldom and self.estimator.sample_mixing is None

@@ -15,7 +15,7 @@ from meshwright.text.units import human_bytes, human_seconds
 
 FACTORS = (1.5, 2.0, 4.0)
 NEAREST = 6
-"""How many meshes of those that were slower, and that did not fit, are looked at again."""
+"""How many of the slower meshes, and of those that did not fit, are searched again."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,8 @@ def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Est
 
 def _near(result: SearchResult) -> Iterator[Sizes]:
     """Yield the meshes that a change may favour: ranked, slower, or a little too large."""
-    slower = [e for r in result.rejected if r.kind == "slower" and (e := r.estimate)]
-    large = [e for r in result.rejected if r.kind == "memory" and (e := r.estimate)]
-    slower.sort(key=lambda estimate: estimate.time.step)
-    large.sort(key=lambda estimate: estimate.memory.total)
-    for estimate in (*result.plans, *slower[:NEAREST], *large[:NEAREST]):
+    slower, large = result.slower()[:NEAREST], result.too_large()[:NEAREST]
+    for estimate in (*result.plans, *slower, *large):
         yield {axis: estimate.plan.size(axis) for axis in AXES}
 
 
@@ -125,10 +122,9 @@ def _links(task: PlanTask) -> Changes:
             )
             for factor in FACTORS
         ]
-    own = chip.links_per_chip * chip.link_gb_per_s
     return [
         (
-            f"{factor * own:g} GB/s between devices",
+            f"{factor * chip.intra_node_gb_per_s:g} GB/s between devices",
             _with_chip(task, link_gb_per_s=factor * chip.link_gb_per_s),
         )
         for factor in FACTORS

@@ -60,12 +60,12 @@ class Array:
     @cached_property
     def classes(self) -> frozenset[int]:
         """The classes of its dims."""
-        return frozenset(atom.id for dim in self.dims for atom in dim)
+        return frozenset(factor.id for dim in self.dims for factor in dim)
 
     @cached_property
     def size(self) -> int:
         """Its number of elements."""
-        return math.prod(atom.size for dim in self.dims for atom in dim)
+        return math.prod(factor.size for dim in self.dims for factor in dim)
 
     @property
     def nbytes(self) -> int:
@@ -101,44 +101,44 @@ class Operations:
     """A program.
 
     Attributes:
-        frame: the traced program with its dims.
+        traced: the traced program with its dims.
         inputs: its arguments.
         operations: what it does, in order.
         outputs: its results; None for literals.
     """
 
-    frame: ProgramDims
+    traced: ProgramDims
     inputs: list[Array]
     operations: list[Operation]
     outputs: list[Array | None]
 
 
-def list_operations(frame: ProgramDims, weights: Collection[int] = ()) -> Operations:
+def list_operations(traced: ProgramDims, weights: Collection[int] = ()) -> Operations:
     """Return the operations of a traced program.
 
     Args:
-        frame: the program.
+        traced: the program.
         weights: the numbers of its inputs that are weights.
     """
-    inputs = [_array(frame, v) for v in frame.jaxpr.invars]
+    inputs = [_array(traced, v) for v in traced.jaxpr.invars]
     for number in weights:
         inputs[number].leaf, inputs[number].of_weights = number, True
-    return _program(frame, inputs)
+    return _program(traced, inputs)
 
 
-def _program(frame: ProgramDims, inputs: list[Array]) -> Operations:
+def _program(traced: ProgramDims, inputs: list[Array]) -> Operations:
     operations: list[Operation] = []
-    outputs = _inline(frame, inputs, operations)
-    return Operations(frame, inputs, _needed(operations, outputs), outputs)
+    outputs = _inline(traced, inputs, operations)
+    return Operations(traced, inputs, _needed(operations, outputs), outputs)
 
 
 def _inline(
-    frame: ProgramDims, arguments: Sequence[Array | None], operations: list[Operation]
+    traced: ProgramDims, arguments: Sequence[Array | None], operations: list[Operation]
 ) -> list[Array | None]:
     """Add the operations of a program, with calls replaced by their bodies; return its results."""
-    jaxpr = frame.jaxpr
+    jaxpr = traced.jaxpr
     values: dict[Any, Array | None] = dict(zip(jaxpr.invars, arguments, strict=True))
-    values.update({v: _array(frame, v) for v in jaxpr.constvars})
+    values.update({v: _array(traced, v) for v in jaxpr.constvars})
 
     def read(atom: Any) -> Array | None:
         return None if isinstance(atom, Literal) else values[atom]
@@ -146,16 +146,16 @@ def _inline(
     for number, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
         reads = [read(atom) for atom in eqn.invars]
-        called = frame.calls.get(number, ())
+        called = traced.calls.get(number, ())
         opaque = str(eqn.params.get("name", "")).startswith(OPAQUE)
         if called and name not in LOOPS and not opaque:
             results = _inline(called[0], reads, operations)
             values.update(
-                (v, _array(frame, v) if r is None else r)
+                (v, _array(traced, v) if r is None else r)
                 for v, r in zip(eqn.outvars, results, strict=True)
             )
             continue
-        writes = [_array(frame, v) for v in eqn.outvars]
+        writes = [_array(traced, v) for v in eqn.outvars]
         weights = [r for r in reads if r is not None]
         of_weights = bool(weights) and all(r.of_weights for r in weights)
         for array in writes:
@@ -178,8 +178,8 @@ def _inline(
 
 def _add_bodies(operation: Operation, called: Sequence[ProgramDims]) -> None:
     eqn = operation.eqn
-    for frame in called:
-        body_inputs = [_array(frame, v) for v in frame.jaxpr.invars]
+    for traced in called:
+        body_inputs = [_array(traced, v) for v in traced.jaxpr.invars]
         if operation.name == "scan":
             for outer, inner in zip(operation.reads, body_inputs, strict=True):
                 inner.of_weights = outer is not None and outer.of_weights
@@ -189,7 +189,7 @@ def _add_bodies(operation: Operation, called: Sequence[ProgramDims]) -> None:
                 inner.of_weights, inner.leaf = False, None
             for inner in body_inputs[consts + carries :]:
                 inner.of_row = True
-        operation.bodies.append(_program(frame, body_inputs))
+        operation.bodies.append(_program(traced, body_inputs))
     if operation.name == "scan":
         operation.times = eqn.params["length"]
         (body,) = operation.bodies
@@ -217,6 +217,6 @@ def _needed(operations: Sequence[Operation], outputs: Iterable[Array | None]) ->
     return kept[::-1]
 
 
-def _array(frame: ProgramDims, variable: Any) -> Array:
+def _array(traced: ProgramDims, variable: Any) -> Array:
     dtype = getattr(variable.aval, "dtype", None)
-    return Array(frame.dims(variable), getattr(dtype, "itemsize", 4))
+    return Array(traced.dims(variable), getattr(dtype, "itemsize", 4))

@@ -101,16 +101,16 @@ class _Scheduler:
         self._inputs = {id(array) for array in program.inputs}
         products = (op for op in self._operations if op.name == "dot_general")
         self._products = {id(array) for op in products for array in op.writes}
-        self._stored = self._find_stored()
 
     def kernels(self) -> list[Kernel]:
-        sources: dict[int, Sources] = {}
+        stored, sources = set(self._inputs), dict[int, Sources]()
         kernels: list[Kernel] = []
         for operation in self._operations:
-            read = self._sources(operation, sources, self._stored)
-            writes = [array for array in operation.writes if id(array) in self._stored]
+            read = self._sources(operation, sources, stored)
+            writes = [a for a in operation.writes if self._is_stored(operation, a, read)]
+            stored |= {id(array) for array in writes}
             for array in operation.writes:
-                if id(array) not in self._stored:
+                if id(array) not in stored:
                     sources[id(array)] = read
             if writes or operation.name not in _FUSED:
                 kernels.append(self._kernel(operation, read, writes))
@@ -140,20 +140,8 @@ class _Scheduler:
             array = self._same[id(array)]
         return array
 
-    def _find_stored(self) -> set[int]:
-        """Return the arrays that are written to memory."""
-        stored = set(self._inputs)
-        sources: dict[int, Sources] = {}
-        for operation in self._operations:
-            read = self._sources(operation, sources, stored)
-            for array in operation.writes:
-                if self._is_stored(operation, array, read):
-                    stored.add(id(array))
-                else:
-                    sources[id(array)] = read
-        return stored
-
     def _is_stored(self, operation: Operation, array: Array, read: Sources) -> bool:
+        """Whether a result is written to memory, and not into whatever reads it."""
         if id(array) in self._same:
             return False
         if operation.name not in _FUSED or id(array) in self._outputs:
@@ -249,7 +237,7 @@ class _Scheduler:
         """Whether a product reads a copy of an array, with its last dim filled up."""
         if not FILLED_DIMS.on(self._platform) or array.itemsize > 2 or not array.dims:
             return False
-        rest = math.prod(atom.size for atom in array.dims[-1]) % FILLED_DIMS.value
+        rest = math.prod(factor.size for factor in array.dims[-1]) % FILLED_DIMS.value
         readers = self._readers.get(id(self._find(array)), [])
         return rest > 0 and any(operation.name == "dot_general" for operation in readers)
 

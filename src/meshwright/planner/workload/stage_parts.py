@@ -24,7 +24,7 @@ class BlockParts:
         forward: the loop that runs them.
         backward: the first and the last moment of the loop that computes their gradients.
         saved: arrays of one block that its backward pass needs.
-        carried: arrays that one block hands to the next.
+        carried: arrays that one block passes to the next.
     """
 
     forward: Kernel
@@ -63,15 +63,15 @@ def find_blocks(kernels: Sequence[Kernel]) -> BlockParts | None:
     operation = forward.operation
     consts, carries = scan_counts(operation.eqn)
     body = operation.bodies[0]
-    frame = body.frame
+    traced = body.traced
     inputs = [
         variable
-        for variable, array in zip(frame.jaxpr.invars, body.inputs, strict=True)
+        for variable, array in zip(traced.jaxpr.invars, body.inputs, strict=True)
         if not array.of_weights
     ]
-    wanted = [v for v in frame.jaxpr.outvars[carries:] if v in frame.values]
-    saved = least_saved(frame.jaxpr.eqns, inputs[consts:] or inputs, wanted)
-    arrays = tuple(Array(frame.dims(v), aval_of(v).dtype.itemsize) for v in saved)
+    wanted = [v for v in traced.jaxpr.outvars[carries:] if v in traced.values]
+    saved = least_saved(traced.jaxpr.eqns, inputs[consts:] or inputs, wanted)
+    arrays = tuple(Array(traced.dims(v), aval_of(v).dtype.itemsize) for v in saved)
     carried = tuple(body.inputs[consts : consts + carries])
     return BlockParts(forward, span_of(kernels, backward), arrays, carried)
 
@@ -98,8 +98,8 @@ def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) 
         return found
     # As many microbatches as stages are what schedules repeat.
     fewer = _count_slots(schedule, num_chunks, shown - stages, stages)
-    again = (found.messages - fewer.messages) * (microbatches - shown) / stages
-    return replace(found, messages=found.messages + round(again))
+    more = (found.messages - fewer.messages) * (microbatches - shown) / stages
+    return replace(found, messages=found.messages + round(more))
 
 
 @lru_cache(maxsize=4096)

@@ -54,14 +54,14 @@ class _Unrolling:
                 self._operations.append(replace(operation, reads=reads))
         outputs = [[] if a is None else self._results(a) for a in self._program.outputs]
         flat = [array for arrays in outputs for array in arrays]
-        made = Operations(self._program.frame, self._inputs, self._operations, [*flat])
+        made = Operations(self._program.traced, self._inputs, self._operations, [*flat])
         return Unrolled(made, outputs)
 
     def _results(self, array: Array) -> list[Array]:
         return self._rows.get(id(array)) or [self._values.get(id(array), array)]
 
     def _keeps_rows(self, operation: Operation) -> bool:
-        """Whether an operation only hands on rows that loops have written."""
+        """Whether an operation only passes on rows that loops have written."""
         pairs = list(zip(operation.reads, operation.writes, strict=False))
         if operation.name not in _ROWWISE or not any(id(old) in self._rows for old, _ in pairs):
             return False

@@ -86,11 +86,8 @@ class WorkTable:
         flops = np.zeros(count)
         flops[self._computing] = self._flops * self._sharded.shares(sizes)
         own = Works(self._kind, flops, moved, self._times)
-        return _joined([own, *(_longest(tables, sizes) for tables in self._choices)])
-
-
-def _longest(tables: Sequence[WorkTable], sizes: DeviceSizes) -> Works:
-    return max((table.on(sizes) for table in tables), key=lambda works: works.amount)
+        branches = ([table.on(sizes) for table in tables] for tables in self._choices)
+        return _joined([own, *(max(each, key=lambda works: works.amount) for each in branches)])
 
 
 def _joined(works: Sequence[Works]) -> Works:
@@ -200,7 +197,7 @@ def _attention(operation: Operation, kind: str, thousandths: int) -> tuple[float
     query, key = operation.reads[0], operation.reads[1]
     assert query is not None
     assert key is not None
-    length = math.prod(atom.size for atom in key.dims[1])
+    length = math.prod(factor.size for factor in key.dims[1])
     return 2 * _ATTENTION_PRODUCTS[kind] * query.size * length * thousandths / 1000, query
 
 

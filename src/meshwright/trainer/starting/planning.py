@@ -20,13 +20,12 @@ from meshwright.inputs.checks import mesh_sizes
 from meshwright.inputs.user_model import model_source
 from meshwright.plan import Plan, plan_on, resolve_mesh
 from meshwright.planner.devices.links import check_network
-from meshwright.planner.devices.local_hardware import find_hardware
+from meshwright.planner.devices.local_hardware import find_hardware, hardware_of
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
-from meshwright.planner.guidance.plan_report import PlanReport, make_report
+from meshwright.planner.guidance.plan_report import AUTO, PlanReport, choose_plan, make_report
 from meshwright.planner.guidance.plan_text import report_text
-from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.text.columns import as_text
 from meshwright.trainer.starting.fewer_processes import plan_for_remaining
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
@@ -78,11 +77,11 @@ def automatic_plan(settings: TrainerSettings, batch: Batch) -> Plan:
     Settings of the trainer that are not the default stay as they are.
     """
     task = _task(settings, _present(settings), form_of(batch).num_samples)
-    chosen = choose_plan(estimator_for(settings, batch), task, f'mesh="{AUTO}"')
+    plan, line = choose_plan(estimator_for(settings, batch), task, f'mesh="{AUTO}"')
     # Every process finds a plan; that of the first one counts.
-    text = processes.broadcast(chosen.plan.to_yaml())
+    text = processes.broadcast(plan.to_yaml())
     if jax.process_index() == 0:
-        print(chosen.line, file=sys.stderr)
+        print(line, file=sys.stderr)
     return Plan.from_yaml(text)
 
 
@@ -185,7 +184,7 @@ def _task(settings: TrainerSettings, hardware: Hardware, num_samples: int) -> Pl
     return PlanTask(
         hardware=hardware,
         global_batch_size=num_samples,
-        pins=_pins(settings),
+        fixed=_fixed(settings),
         sharding=settings.sharding,
         precision=settings.precision,
         kernels=settings.kernels,
@@ -196,13 +195,13 @@ def _present(settings: TrainerSettings) -> Hardware:
     return hardware_of(settings.devices if settings.devices is not None else jax.devices())
 
 
-def _pins(settings: TrainerSettings) -> Pins:
+def _fixed(settings: TrainerSettings) -> FixedSettings:
     """Return the settings that are not the defaults, which the planner does not change."""
     sharding, pipeline = settings.sharding, read_pipeline(settings.pipeline)
     steps, sync = settings.gradient_accumulation_steps, settings.sync_gradients_every
     explicit = sharding.model_fields_set
     given = pipeline.model_fields_set
-    return Pins(
+    return FixedSettings(
         remat=sharding.remat if "remat" in explicit else None,
         blocks=sharding.blocks if "blocks" in explicit else None,
         gradient_accumulation_steps=None if steps == 1 else steps,

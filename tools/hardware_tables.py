@@ -1,7 +1,13 @@
-"""Rules of thumb with their arithmetic: interconnects, bytes per parameter, sizes and scaling."""
+"""The tables of docs/hardware.md: interconnects, bytes per parameter, sizes and scaling.
+
+    python tools/hardware_tables.py [CHIP [WIDTH]]
+
+prints what each interconnect is good for, for chips of this name and a transformer of this width.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -266,3 +272,8 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if value < 1000 else human_count(value).replace("G", "B")
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+if __name__ == "__main__":
+    given = [*sys.argv[1:], *("H100", "4096")[len(sys.argv) - 1 :]]
+    print(markdown_table(interconnect_rows(given[0], int(given[1]))))
