@@ -21,7 +21,7 @@ from mutations.proofs_of import (
 )
 from mutations.sabotage import equation, gradient_values, gradients, replace
 
-from meshwright.program.evaluate import weight_uses
+from meshwright.program.evaluate.weight_uses import Weights
 from meshwright.program.on_mesh import products
 from meshwright.sharding import decide
 from meshwright.step import gradients as local
@@ -71,8 +71,8 @@ def _half_the_positions(run, x, scale):
 
 
 def _divided_again(right):
-    def prepare(value, *arguments, **options):
-        used = right(value, *arguments, **options)
+    def prepare(weights, value, use, specs):
+        used = right(weights, value, use, specs)
         return used / 2 + jax.lax.stop_gradient(used / 2)
 
     return prepare
@@ -81,13 +81,13 @@ def _divided_again(right):
 def _gradient_as_it_is(right):
     """Gather weights as always; their gradients get no layout."""
 
-    def prepare(value, mesh, *, dtype, specs, trained):
+    def prepare(weights, value, use, specs):
         def gather(weight):
-            return right(weight, mesh, dtype=dtype, specs=specs, trained=False)
+            return right(weights, weight, dataclasses.replace(use, trained=False), specs)
 
-        use = jax.custom_vjp(gather)
-        use.defvjp(lambda weight: (gather(weight), None), lambda _, cotangent: (cotangent,))
-        return use(value) if trained else gather(value)
+        prepared = jax.custom_vjp(gather)
+        prepared.defvjp(lambda weight: (gather(weight), None), lambda _, cotangent: (cotangent,))
+        return prepared(value) if use.trained else gather(value)
 
     return prepare
 
@@ -99,7 +99,7 @@ _no_activation_is_pinned = replace(
 
 def _nothing_is_pinned(patch):
     _no_activation_is_pinned(patch)
-    replace(weight_uses, "prepare_weight", lambda right: lambda value, *a, **k: value)(patch)
+    replace(Weights, "_prepare", lambda right: lambda weights, value, *_: value)(patch)
 
 
 MUTATIONS = (
@@ -164,7 +164,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of gathered weights are divided by the devices once more",
-        replace(weight_uses, "prepare_weight", _divided_again),
+        replace(Weights, "_prepare", _divided_again),
         FSDP_PLAIN,
         ("float64 gradients", "own_precision gradients"),
         seen="averaging in ZeRO's reduce-scatter",
@@ -173,7 +173,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of gathered weights get no layout, and the compiler chooses one",
-        replace(weight_uses, "prepare_weight", _gradient_as_it_is),
+        replace(Weights, "_prepare", _gradient_as_it_is),
         LEDGER_TOKENS,
         ("fsdp above the minimum",),
         names="fsdp",

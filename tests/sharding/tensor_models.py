@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
+from meshwright.program.dims.classes import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.trace.scopes import module_scopes
 
 BATCH, LENGTH, HIDDEN, HEADS, WIDE, WORDS = 4, 8, 64, 4, 256, 256

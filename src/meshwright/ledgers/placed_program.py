@@ -10,7 +10,7 @@ from meshwright.pipeline.divide.block_cut import BlockCut, Region
 from meshwright.plan import Plan
 from meshwright.program.blocks.block_lists import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
-from meshwright.program.dims import DimClasses
+from meshwright.program.dims.classes import DimClasses
 from meshwright.program.evaluate.dependencies import variables, variables_read
 from meshwright.program.jaxpr.equations import Var, scan_counts
 from meshwright.program.trace.layout import StepLeaf

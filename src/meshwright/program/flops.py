@@ -57,20 +57,13 @@ def equation_flops(eqn: Equation) -> int:
     return times * max((forward_flops(p.jaxpr) for p, _ in called_programs(eqn)), default=0)
 
 
-def _dot(eqn: Equation) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return _product(eqn, contracted)
-
-
-def _ragged_dot(eqn: Equation) -> int:
-    """Count a product in which each row is multiplied with one of several matrices."""
-    (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    return _product(eqn, contracted)
-
-
-def _product(eqn: Equation, contracted: Sequence[int]) -> int:
-    left = aval_of(eqn.invars[0]).shape
-    return 2 * _size(eqn.outvars[0]) * math.prod(left[dim] for dim in contracted)
+def _product(eqn: Equation) -> int:
+    """Count a product; in a ragged one each row is multiplied with one of several matrices."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+    (contracted, _), _ = numbers
+    left, out = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
+    return 2 * math.prod(out) * math.prod(left[dim] for dim in contracted)
 
 
 def _convolution(eqn: Equation) -> int:
@@ -113,12 +106,8 @@ def _attention(eqn: Equation) -> int:
     return 4 * math.prod(query) * key[1]
 
 
-def _size(atom: Any) -> int:
-    return math.prod(aval_of(atom).shape)
-
-
 _RULES: Mapping[str, Callable[[Equation], int]] = {
-    "dot_general": _dot,
-    "ragged_dot_general": _ragged_dot,
+    "dot_general": _product,
+    "ragged_dot_general": _product,
     "conv_general_dilated": _convolution,
 }

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, BATCH_AXES, resolve_alias
-from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
-from meshwright.program.dims.classes import LeafRole
+from meshwright.program.dims.classes import DimClasses, LeafLabel, LeafRole, find_dim_classes
 from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.kernels.find_kernels import (
     NO_KERNELS,

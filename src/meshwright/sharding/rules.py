@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
 from meshwright.mesh.axes import canonical_axis
-from meshwright.program.dims import DimClasses, Roles
+from meshwright.program.dims.classes import DimClasses, Roles
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import BY_ANNOTATION, DimAxes, Placement, Reason

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import Setting, UserError
-from meshwright.program.dims import DimClasses, DimFactor, LeafDims
+from meshwright.program.dims.classes import DimClasses, LeafDims
+from meshwright.program.dims.factors import DimFactor
 from meshwright.sharding.tensor_candidates import (
     Candidate,
     Pattern,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from meshwright.program.dims import DimClasses, DimFactor, LeafDims
-from meshwright.program.dims.classes import WEIGHTS
+from meshwright.program.dims.classes import WEIGHTS, DimClasses, LeafDims
+from meshwright.program.dims.factors import DimFactor
 
 Dim = tuple[DimFactor, ...]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from meshwright.program.dims import DimClasses, DimFactor, LeafDims
+from meshwright.program.dims.classes import DimClasses, LeafDims
+from meshwright.program.dims.factors import DimFactor
 from meshwright.sharding.tensor_candidates import Candidate
 
 TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replicated"]

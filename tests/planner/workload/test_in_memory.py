@@ -9,7 +9,8 @@ from meshwright.planner.workload.array_operations import Array, list_operations
 from meshwright.planner.workload.in_memory import Lifetime, Timeline, find_lifetimes, peak_of
 from meshwright.planner.workload.kernel_schedule import schedule
 from meshwright.planner.workload.sizes import DeviceSizes
-from meshwright.program.dims import DimFactor, LeafLabel, find_dim_classes
+from meshwright.program.dims.classes import LeafLabel, find_dim_classes
+from meshwright.program.dims.factors import DimFactor
 
 WHOLE = DeviceSizes(1.0, frozenset())
 

@@ -8,7 +8,7 @@ from meshwright.planner.workload.array_operations import list_operations
 from meshwright.planner.workload.kernel_schedule import schedule
 from meshwright.planner.workload.sizes import DeviceSizes
 from meshwright.planner.workload.work_table import WorkTable
-from meshwright.program.dims import LeafLabel, find_dim_classes
+from meshwright.program.dims.classes import LeafLabel, find_dim_classes
 
 ROWS, INNER, COLUMNS = 64, 32, 16
 PRODUCT = 2 * ROWS * INNER * COLUMNS

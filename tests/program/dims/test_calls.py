@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from meshwright.program.dims import LeafLabel, find_dim_classes
+from meshwright.program.dims.classes import LeafLabel, find_dim_classes
 from meshwright.program.jaxpr.names import MODULE_MARK
 
 pytestmark = pytest.mark.quick

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright.program.dims import LeafLabel, Roles, find_dim_classes
+from meshwright.program.dims.classes import LeafLabel, Roles, find_dim_classes
 from meshwright.program.jaxpr.names import MODULE_MARK
 
 pytestmark = pytest.mark.quick

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from meshwright.program.dims import LeafLabel, find_dim_classes
 from meshwright.program.dims.calls import RULES as CALL_RULES
+from meshwright.program.dims.classes import LeafLabel, find_dim_classes
 from meshwright.program.dims.walk import RULES
 
 KEY = np.random.default_rng(0)

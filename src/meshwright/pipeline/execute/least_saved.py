@@ -6,11 +6,14 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import jax
-
 from meshwright.program.dims.op import nbytes_of
-from meshwright.program.evaluate.dependencies import inputs_of, needed_equations, variables
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
+from meshwright.program.evaluate.dependencies import (
+    inlined,
+    inputs_of,
+    needed_equations,
+    variables,
+)
+from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.jaxpr.equations import (
     REMATS,
     Atom,
@@ -20,7 +23,6 @@ from meshwright.program.jaxpr.equations import (
     Var,
     aval_of,
     called_jaxpr,
-    structs_of,
 )
 
 BARRIER = "optimization_barrier"
@@ -183,12 +185,6 @@ def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
     """Return the outside variables that equations read, in order of first use."""
     outside = inputs_of(eqns)
     return [v for v in variables(a for eqn in eqns for a in eqn.invars) if v in outside]
-
-
-def inlined(closed: ClosedJaxpr, rules: Sequence[Rule]) -> ClosedJaxpr:
-    """Return a program with calls inlined, evaluated by these rules."""
-    inputs = structs_of(closed.jaxpr.invars)
-    return jax.make_jaxpr(lambda *args: Evaluator(rules).run(closed, args))(*inputs)
 
 
 def _without_remat(eqn: Equation, env: Environment) -> list[Value] | None:

@@ -10,14 +10,9 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from meshwright.pipeline.execute.least_saved import (
-    BackwardHalves,
-    inlined,
-    least_saved,
-    split_backward,
-)
+from meshwright.pipeline.execute.least_saved import BackwardHalves, least_saved, split_backward
 from meshwright.pipeline.execute.slots import is_float
-from meshwright.program.evaluate.dependencies import needed_equations, variables
+from meshwright.program.evaluate.dependencies import inlined, needed_equations, variables
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.jaxpr.equations import (
     ClosedJaxpr,
@@ -221,7 +216,7 @@ def _trace_forward(
         return [*results, *residuals]
 
     closed = jax.make_jaxpr(run)(weights, fixed, x, others)
-    return inlined(closed, []), *trees[-1]
+    return inlined(closed), *trees[-1]
 
 
 _CAST = "convert_element_type"

@@ -46,7 +46,7 @@ from meshwright.planner.workload.stage_parts import (
     share_of_waiting,
 )
 from meshwright.planner.workload.work_table import Works, seconds_of
-from meshwright.program.dims import DimClasses
+from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.sample_mean import find_mixing
 from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.program.flops import DTYPES

@@ -25,7 +25,7 @@ from meshwright.pipeline.place import place_on_stages
 from meshwright.plan import Plan
 from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
 from meshwright.planner.workload.sizes import LeafShares
-from meshwright.program.dims import DimClasses
+from meshwright.program.dims.classes import DimClasses
 from meshwright.program.trace.layout import Layout
 from meshwright.sharding.decide import place_leaves
 from meshwright.sharding.placement import Placement

@@ -25,7 +25,7 @@ from meshwright.planner.workload.gradient_program import (
     trace_gradients,
 )
 from meshwright.program.blocks.to_scan import roll_program
-from meshwright.program.dims import DimClasses
+from meshwright.program.dims.classes import DimClasses
 from meshwright.program.flops import count_flops
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.traced_loss import Loss, TracedLoss

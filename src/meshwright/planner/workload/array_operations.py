@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from meshwright.program.dims import DimFactor, ProgramDims
+from meshwright.program.dims.factors import DimFactor
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import Equation, Literal, name_stack, scan_counts
 from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT
 

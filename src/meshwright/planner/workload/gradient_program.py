@@ -17,7 +17,7 @@ from meshwright.planner.workload.kernel_schedule import schedule
 from meshwright.planner.workload.stage_parts import BlockParts, find_blocks
 from meshwright.planner.workload.unrolled import unroll
 from meshwright.planner.workload.work_table import WorkTable
-from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
+from meshwright.program.dims.classes import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import aval_of
 from meshwright.program.kernels.chunked_loss import LossKernel, most_rows

@@ -247,17 +247,13 @@ def cut_segments(jaxpr: Jaxpr) -> list[Segment]:
     return [segment for segment in segments if segment.eqns]
 
 
-def cut_iteration(jaxpr: Jaxpr) -> list[BlockSegment]:
-    """Cut an iteration of a loop over repeated blocks before each block but the first."""
-    lists = [blocks for blocks in find_block_lists(jaxpr.eqns) if blocks.is_period]
+def cut_iteration(jaxpr: Jaxpr, *, by_block: bool) -> list[BlockSegment]:
+    """Return an iteration of a loop over repeated blocks, block by block or as a single one."""
+    found = find_block_lists(jaxpr.eqns) if by_block else []
+    lists = [blocks for blocks in found if blocks.is_period]
     starts = [start for blocks in lists[:1] for start, _ in blocks.ranges[1:]]
     cuts = [0, *starts, len(jaxpr.eqns)]
     return [_block(jaxpr, start, stop) for start, stop in pairwise(cuts)]
-
-
-def whole_program(jaxpr: Jaxpr) -> BlockSegment:
-    """Return a program as one block."""
-    return _block(jaxpr, 0, len(jaxpr.eqns))
 
 
 def _block(jaxpr: Jaxpr, start: int, stop: int) -> BlockSegment:

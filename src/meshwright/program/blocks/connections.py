@@ -224,10 +224,7 @@ class _Writer:
 
     def _run(self, *inputs: Any) -> list[Any]:
         evaluator, connected, values = Evaluator(), self.connected, self.values
-        env: dict[Any, Any] = dict(
-            zip(self.jaxpr.constvars, self.traced.closed.consts, strict=True)
-        )
-        env.update(zip(self.jaxpr.invars, inputs, strict=True))
+        env: Any = evaluator.environment(self.traced.closed, inputs).values
         evaluator.extend(env, self.jaxpr.eqns[: connected.start])
         slots = [jnp.zeros(aval.shape, aval.dtype) for aval in values.slots]
         latest = [

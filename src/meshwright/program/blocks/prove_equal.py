@@ -192,7 +192,9 @@ def _roll_at(
         jump = describe_jump(paths, bodies, operands)
         return f"the blocks of `{blocks.path}` use each other's results out of order: {jump}"
     span = (starts[0], starts[-1] + length)
-    read = _read_outside(jaxpr, span) - {carry.final for carry in operands.carries}
+    outside = [*jaxpr.eqns[: span[0]], *jaxpr.eqns[span[1] :]]
+    read = {*variables_read(outside), *variables(jaxpr.outvars)}
+    read -= {carry.final for carry in operands.carries}
     counterparts = zip(*results, strict=True)
     return RolledBlockList(
         blocks=blocks,
@@ -334,9 +336,3 @@ def _passed_operand(atoms: Sequence[Atom], columns: dict[Name, Column]) -> tuple
         if passed and others is not atoms and not isinstance(last, Literal):
             return name, last
     return None
-
-
-def _read_outside(jaxpr: Jaxpr, span: tuple[int, int]) -> set[Var]:
-    start, stop = span
-    outside = [*jaxpr.eqns[:start], *jaxpr.eqns[stop:]]
-    return {*variables_read(outside), *variables(jaxpr.outvars)}

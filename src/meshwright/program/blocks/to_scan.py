@@ -23,7 +23,6 @@ from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
     Equation,
-    Jaxpr,
     Literal,
     Var,
     aval_of,
@@ -92,8 +91,8 @@ def roll_program(traced: TracedLoss, *, even_connections: bool = False) -> RollR
         in_rows = roll_rows(traced)
         if not isinstance(in_rows, RowBlocks):
             # Lists of modules are what people look for first.
-            reasons = (*(remarks or _why_no_list(jaxpr)), *([in_rows] if in_rows else []))
-            return RollResult(traced, reasons)
+            reasons = (*(remarks or [why_no_list(jaxpr.eqns)]), in_rows)
+            return RollResult(traced, tuple(filter(None, reasons)))
         builder = _Builder(in_rows.traced, [in_rows.rolled], in_rows.rows)
         return RollResult(builder.program(), ())
     builder = _Builder(traced, rolled_lists)
@@ -126,11 +125,6 @@ def _unrolled_blocks(blocks: BlockList, whole: RolledBlockList) -> str:
         f"in `{blocks.path}`, only `{first}` to `{last}` {alike} and are trained alike, not {few}"
         + (f": {whole.why_not_all}" if whole.why_not_all else "")
     )
-
-
-def _why_no_list(jaxpr: Jaxpr) -> tuple[str, ...]:
-    reason = why_no_list(jaxpr.eqns)
-    return (reason,) if reason else ()
 
 
 class _Builder:
@@ -188,16 +182,14 @@ class _Builder:
         group_of: dict[int, tuple[int, ...]] = {}
         pairs = [pair for rolled in self.rolled_lists for pair in rolled.varying.items()]
         for name, atoms in pairs:
-            group = self._leaf_group(atoms)
+            group = self._leaf_numbers(atoms)
+            same_dtype = len({atom in self.casts for atom in atoms if isinstance(atom, Var)}) == 1
+            if not group or not same_dtype or not self._can_stack(group):
+                continue
             # A leaf can only be in one stack: other readers get its slice.
-            if group and all(group_of.setdefault(leaf, group) == group for leaf in group):
+            if all(group_of.setdefault(leaf, group) == group for leaf in group):
                 groups[name] = group
         return groups
-
-    def _leaf_group(self, atoms: Sequence[Atom]) -> tuple[int, ...] | None:
-        numbers = self._leaf_numbers(atoms)
-        same_dtype = len({atom in self.casts for atom in atoms if isinstance(atom, Var)}) == 1
-        return numbers if numbers and same_dtype and self._can_stack(numbers) else None
 
     def _leaf_numbers(self, atoms: Sequence[Atom]) -> tuple[int, ...] | None:
         variables = [atom for atom in atoms if not isinstance(atom, Literal)]
@@ -221,7 +213,8 @@ class _Builder:
         outputs = self.jaxpr.outvars[self.traced.num_results :]
         pairs = zip(self.traced.kept, outputs, strict=True)
         after = {i: v for i, v in pairs if not isinstance(v, Literal)}
-        casts = casts_of(self.jaxpr.eqns[rolled.stop :], _results(rolled))
+        results = {variable for same in rolled.results.values() for variable in same}
+        casts = casts_of(self.jaxpr.eqns[rolled.stop :], results)
         leaves_of: dict[Var, list[int]] = {}
         for number, output in after.items():
             leaves_of.setdefault(casts.get(output) or output, []).append(number)
@@ -281,17 +274,15 @@ class _Builder:
         init = [read_atom(c.initial, env) for c in rolled.carries]
         xs = [self._stack(name, rolled.varying[name], env) for name in names]
         # State that is only written is passed to the scan too: it belongs to the blocks.
-        xs += [env.leaves[n] for n in self._unread(rolled, written)]
+        read = {self.groups.get(name) for name in names}
+        unread = [state.leaves for state in written if state.leaves not in read]
+        xs += [env.leaves[self.numbers[leaves]] for leaves in unread]
         carry, ys = jax.lax.scan(body, init, xs, length=rolled.blocks.num_blocks)
         every = [*rolled.results.values(), *(state.casts for state in cast)]
         for counterparts, values in zip(every, ys, strict=True):
             env.stacks[counterparts] = values
             env.pending.update((v, (values, index)) for index, v in enumerate(counterparts))
         env.update(zip((c.final for c in rolled.carries), carry, strict=True))
-
-    def _unread(self, rolled: RolledBlockList, written: Sequence[_WrittenState]) -> list[int]:
-        read = {self.groups.get(name) for name in rolled.varying}
-        return [self.numbers[state.leaves] for state in written if state.leaves not in read]
 
     def _stack(self, name: Name, atoms: Column, env: _LazyValues) -> Any:
         if array := array_of(atoms, self.rows):
@@ -389,7 +380,3 @@ def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:
         and eqn.invars[0] in leaves
         and not name_stack(eqn)
     }
-
-
-def _results(rolled: RolledBlockList) -> set[Var]:
-    return {name for names in rolled.results.values() for name in names}

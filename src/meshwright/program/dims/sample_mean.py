@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.errors import Setting, UserError
-from meshwright.program.dims import DimClasses
+from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.sample_rules import ProgramPair
-from meshwright.program.dims.sample_values import MixedSamplesError, SampleValue, same_factor
+from meshwright.program.dims.sample_values import MixedSamplesError, same_factor
 
 _SYNC = "training.sync_gradients_every"
 
@@ -39,8 +39,11 @@ def check_mean(
     names = ["the loss", *(f"metric `{name}`" for name in metrics)]
     outputs = ProgramPair(first, second).outputs(2 * len(names))
     for name, total, weight in zip(names, outputs[::2], outputs[1::2], strict=False):
-        if error := total.error or weight.error or _not_divided(total, weight):
+        if error := total.error or weight.error:
             raise _refusal(name, error)
+        if not same_factor(total.factor, weight.factor):
+            what = "it is a sum over samples that is not divided by their number"
+            raise _refusal(name, MixedSamplesError(what))
     for path, value in zip(kept, outputs[2 * len(names) :], strict=True):
         if value.kind != "independent" or not same_factor(value.factor, 1.0):
             raise UserError(
@@ -48,12 +51,6 @@ def check_mean(
                 why="until gradients are reduced, each device has only its own samples",
                 fix=f"write {Setting(_SYNC, 1)}",
             )
-
-
-def _not_divided(total: SampleValue, weight: SampleValue) -> MixedSamplesError | None:
-    if same_factor(total.factor, weight.factor):
-        return None
-    return MixedSamplesError("it is a sum over samples that is not divided by their number")
 
 
 def _refusal(name: str, error: MixedSamplesError) -> UserError:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.program.dims import DimClasses, ProgramDims
+from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.elementwise import FROM_NOTHING, SAME_NUMBERS
 from meshwright.program.dims.sample_values import (
     EquationPair,
@@ -27,6 +27,7 @@ from meshwright.program.dims.sample_values import (
     same_factor,
     same_kind,
 )
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import Jaxpr, Literal, aval_of, scan_counts
 
 _LINEAR = SAME_NUMBERS | {"broadcast_in_dim", "neg", "reduce_sum", "slice", "stop_gradient"}
@@ -85,9 +86,6 @@ class ProgramPair:
         outputs = zip(first.jaxpr.outvars, second.jaxpr.outvars, strict=True)
         return [_read(known, *atoms) for atoms in outputs]
 
-    def _kind_by_dims(self, program: ProgramDims, variable: Any) -> Kind:
-        return "per_sample" if self._first.sample_dims(program, variable) else "independent"
-
     def _equation(self, pair: EquationPair) -> list[SampleValue]:
         try:
             return self._results(pair)
@@ -119,7 +117,8 @@ class ProgramPair:
         """Return results that depend on no sample: constants, or functions of the weights."""
         variables = pair.first.outvars
         if pair.name in FROM_NOTHING and pair.name != "iota":
-            results = [SampleValue(self._kind_by_dims(pair.program, v)) for v in variables]
+            dims = [self._first.sample_dims(pair.program, v) for v in variables]
+            results = [SampleValue("per_sample" if own else "independent") for own in dims]
             if pair.name != "random_bits" and any(r.kind == "per_sample" for r in results):
                 # A device that makes keys for its samples alone would draw other numbers.
                 raise pair.mixed("makes a random key for each sample", combines=False)

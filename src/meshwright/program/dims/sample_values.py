@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.program.dims import ProgramDims
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import Equation, aval_of, bind, name_stack
 from meshwright.program.jaxpr.names import module_of
 

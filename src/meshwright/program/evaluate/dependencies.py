@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.jaxpr.equations import (
     WITHOUT_RESULT,
     Atom,
@@ -70,7 +70,9 @@ def select_outputs(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJ
 
     Everything that is computed for other outputs is removed, inside of loops too.
     """
-    closed = _without_effects(closed) if closed.jaxpr.effects else closed
+    if closed.jaxpr.effects:
+        # Debug prints and checks would keep their operands alive.
+        closed = inlined(closed, [_skip_effects])
     wanted = [number in set(outputs) for number in range(len(closed.jaxpr.outvars))]
     # Constants are made inputs first, so that unused ones are removed like unused inputs.
     jaxpr = closed.jaxpr.replace(
@@ -84,10 +86,10 @@ def select_outputs(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJ
     return ClosedJaxpr(program, consts), [n for n, is_used in enumerate(used_inputs) if is_used]
 
 
-def _without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a program without debug prints and checks, which would keep their operands alive."""
+def inlined(closed: ClosedJaxpr, rules: Sequence[Rule] = ()) -> ClosedJaxpr:
+    """Return a program with calls inlined, evaluated by these rules."""
     inputs = structs_of(closed.jaxpr.invars)
-    return jax.make_jaxpr(lambda *args: Evaluator([_skip_effects]).run(closed, args))(*inputs)
+    return jax.make_jaxpr(lambda *args: Evaluator(rules).run(closed, args))(*inputs)
 
 
 def _skip_effects(eqn: Equation, env: Environment) -> list[Value] | None:

@@ -92,11 +92,12 @@ def _operand(eqn: Equation, number: int, casts_to: Collection[Any]) -> Atom | No
         position = _input(eqn.params["jaxpr"].jaxpr, number)
         same_carry = position == consts + number
         same_rows = number >= carries and (position or 0) >= consts + carries
-        return _at(eqn.invars, position if same_carry or same_rows else None)
+        return eqn.invars[position] if position is not None and (same_carry or same_rows) else None
     if name == "cond" or name in CALLS or name in REMATS:
         programs = called_programs(eqn)
         positions = {_input(closed.jaxpr, number) for closed, _ in programs}
-        return _at(programs[0][1], positions.pop() if len(positions) == 1 else None)
+        position = positions.pop() if len(positions) == 1 else None
+        return None if position is None else programs[0][1][position]
     return None
 
 
@@ -106,7 +107,3 @@ def _input(jaxpr: Jaxpr, number: int) -> int | None:
     if isinstance(source, Literal) or source not in jaxpr.invars:
         return None
     return jaxpr.invars.index(source)
-
-
-def _at(atoms: Sequence[Atom], position: int | None) -> Atom | None:
-    return None if position is None else atoms[position]

@@ -9,7 +9,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import KernelChoice
-from meshwright.program.dims import DimClasses, ProgramDims
+from meshwright.program.dims.classes import DimClasses
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import Equation, Var
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.chunked_loss import LossKernel, is_fused

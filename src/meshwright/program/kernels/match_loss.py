@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from meshwright.program.dims import ProgramDims
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 from meshwright.program.kernels.regions import Graph, NotReplaced

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meshwright.program.dims import ProgramDims
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import needed_equations, variables_read
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (

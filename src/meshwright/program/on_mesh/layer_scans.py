@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from meshwright.program.blocks.block_lists import BlockSegment, cut_iteration, whole_program
+from meshwright.program.blocks.block_lists import BlockSegment, cut_iteration
 from meshwright.program.evaluate.evaluator import (
     Environment,
     Evaluator,
@@ -64,8 +64,7 @@ class LayerScans:
         _, num_carry = scan_counts(eqn)
         closed: ClosedJaxpr = eqn.params["jaxpr"]
         invars, remat = closed.jaxpr.invars, self.remat if stacks else Remat()
-        apart = self.by_block and remat.recomputes
-        segments = cut_iteration(closed.jaxpr) if apart else [whole_program(closed.jaxpr)]
+        segments = cut_iteration(closed.jaxpr, by_block=self.by_block and remat.recomputes)
         several = len(segments) > 1
         sharded = any(use.specs is not None for use in stacks.values())
         layers = _Layers(

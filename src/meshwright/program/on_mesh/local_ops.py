@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from meshwright.program.dims import DimClasses
+from meshwright.program.dims.classes import DimClasses
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of

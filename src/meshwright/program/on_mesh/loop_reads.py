@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from meshwright.program.dims import DimClasses, ProgramDims
+from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import REMATS, Atom, Literal, Var
 from meshwright.program.on_mesh.grouped_convolutions import is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, PartitionSpec
 from meshwright.errors import Setting, UserError
 from meshwright.program.blocks.block_lists import BlockSegment, Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
-from meshwright.program.dims import DimClasses, ProgramDims
+from meshwright.program.dims.classes import DimClasses
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.evaluate.mesh_view import MeshView

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.mesh.axes import AXES, BATCH_AXES, PIPE, resolve_alias
-from meshwright.program.dims import DimClasses, DimFactor, ProgramDims, all_programs
+from meshwright.program.dims.classes import DimClasses
+from meshwright.program.dims.factors import DimFactor
+from meshwright.program.dims.walk import ProgramDims, all_programs
 from meshwright.program.jaxpr.equations import Literal, Var, aval_of, name_stack
 from meshwright.program.jaxpr.names import module_of
 from meshwright.program.kernels.find_kernels import LayoutOf
