@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshwright.errors import UserError, did_you_mean
+from meshwright.mesh.axes import entry_names
 from meshwright.trees import PyTree, is_key
 
 Leaf = Any
@@ -100,7 +101,8 @@ def _check_divides(name: str, shape: tuple[int, ...], sharding: NamedSharding) -
 
 def _parts_here(sharding: NamedSharding) -> list[int]:
     """Return, for each dim of the spec, the number of parts on this process's devices."""
-    sizes = [_axes_size(sharding.mesh, entry) for entry in sharding.spec]
+    shape = sharding.mesh.shape
+    sizes = [math.prod(shape[name] for name in entry_names(entry)) for entry in sharding.spec]
     if jax.process_count() == 1:
         return sizes
     # For a shape of one row per part, the rows of this process are its parts.
@@ -109,11 +111,6 @@ def _parts_here(sharding: NamedSharding) -> list[int]:
         len({index[dim].indices(size)[0] for index in indices if index is not None})
         for dim, size in enumerate(sizes)
     ]
-
-
-def _axes_size(mesh: Any, entry: Any) -> int:
-    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-    return math.prod(mesh.shape[name] for name in names)
 
 
 def _put_leaf(leaf: Leaf, sharding: NamedSharding, *, whole: bool) -> jax.Array:

@@ -6,6 +6,7 @@ import math
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -134,6 +135,13 @@ def canonical_axis(name: str) -> str:
             f"also accepted: {', '.join(f'{a} ({c})' for a, c in ALIASES.items())}",
         )
     return axis
+
+
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """Return the axis names in one entry of a partition spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def is_whole(number: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
-from meshwright.mesh.axes import AXES, BATCH_AXES, resolve_alias
+from meshwright.mesh.axes import AXES, BATCH_AXES, entry_names, resolve_alias
 from meshwright.program.dims.classes import DimClasses, LeafLabel, LeafRole, find_dim_classes
 from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.kernels.find_kernels import (
@@ -46,7 +46,6 @@ from meshwright.sharding.rules import (
     by_rule,
     check_on_stages,
     check_rules,
-    entry_names,
     find_rule,
 )
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims

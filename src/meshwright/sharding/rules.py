@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
-from meshwright.mesh.axes import canonical_axis
+from meshwright.mesh.axes import canonical_axis, entry_names
 from meshwright.program.dims.classes import DimClasses, Roles
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
@@ -151,13 +151,6 @@ def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
 def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:
     """Return the placement of a parameter that is annotated in the model."""
     return _explicit(leaf, leaf.annotation or (), BY_ANNOTATION, sizes)
-
-
-def entry_names(entry: Any) -> tuple[str, ...]:
-    """Return the axis names in one entry of a partition spec."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _explicit(

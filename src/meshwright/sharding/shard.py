@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from meshwright.config.argument_checks import check_kind, wrong_kind
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError, did_you_mean
+from meshwright.mesh.axes import entry_names
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, to_spec
 from meshwright.trees import PyTree
@@ -80,8 +81,7 @@ def _other_axes(leaf: Any, mesh: Mesh, axis: str) -> list[DimAxes]:
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
         return [()] * ndim
     entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    names = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
-    return [tuple(n for n in dim if n is not None and n != axis) for dim in names]
+    return [tuple(n for n in entry_names(entry) if n != axis) for entry in entries]
 
 
 def _contains_modules(tree: Any) -> bool:

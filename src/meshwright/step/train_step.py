@@ -102,9 +102,8 @@ class TrainStep:
         self._local, self.pipeline = local, pipeline
         self._checked: dict[Any, Any] = {}
         self._ahead: tuple[Any, Future[Any]] | None = None
-        steps = traced.layout.step_leaves
-        self._param_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "param"]
-        self._state_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "state"]
+        self._param_numbers = traced.layout.numbers("param")
+        self._state_numbers = traced.layout.numbers("state")
         placements = [decision.optimizer[n] for n in self._param_numbers]
         self.optimizer = FlatOptimizer(optimizer, traced.layout, placements, dict(plan.mesh))
         if pipeline is None:

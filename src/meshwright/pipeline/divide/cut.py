@@ -77,7 +77,7 @@ class _Cutter:
         self.scan = BlockScan.of(eqns[position])
         self.around = [*eqns[:position], *eqns[position + 1 :]]
         self.losses = self.jaxpr.outvars[: traced.num_results]
-        states = [number for number, step in enumerate(self.steps) if step.leaf.role == "state"]
+        states = traced.layout.numbers("state")
         after = self.jaxpr.outvars[len(self.losses) :]
         # For each step leaf with role state, its value after the microbatch.
         self.next_values = dict(zip(states, after, strict=True))

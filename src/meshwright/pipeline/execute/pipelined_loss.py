@@ -107,11 +107,11 @@ class PipelinedLoss:
         )
         gradients = weights | self._outer.reduced(outer)
         changed = changing | last_state
-        roles = [(n, step.leaf.role) for n, step in enumerate(self.cut.traced.layout.step_leaves)]
+        layout = self.cut.traced.layout
         return PipelineSums(
-            [gradients[n] for n, role in roles if role == "param"],
+            [gradients[n] for n in layout.numbers("param")],
             losses,
-            [changed.get(n, leaves[n]) for n, role in roles if role == "state"],
+            [changed.get(n, leaves[n]) for n in layout.numbers("state")],
         )
 
     def _mapped(self, shape: Shape, slots: SlotCounts) -> Callable[..., _StageResults]:

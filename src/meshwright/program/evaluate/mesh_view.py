@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshwright.mesh.axes import entry_names
+
 
 @dataclass(frozen=True)
 class MeshView:
@@ -58,8 +60,7 @@ class MeshView:
 
 def axes_of(specs: Sequence[PartitionSpec | None]) -> set[str]:
     """Return the mesh axes that specs name."""
-    entries = [entry for spec in specs for entry in spec or () if entry is not None]
-    return {a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)}
+    return {axis for spec in specs for entry in spec or () for axis in entry_names(entry)}
 
 
 def run_locally(

@@ -85,13 +85,11 @@ class _Work:
         """Return the outputs as a function of rows, weight and the other inputs."""
         run = jax.custom_vjp(lambda *operands: self._mapped(self._values, operands)[0])
         if self.kernel.fused:
-            run.defvjp(self._with_gradients, self._scaled)
+            both = self._values_and_gradients
+            run.defvjp(lambda *operands: self._mapped(both, operands), self._scaled)
         else:
             run.defvjp(lambda *operands: (run(*operands), operands), self._recomputed)
         return run
-
-    def _with_gradients(self, *operands: Any) -> tuple[Any, Any]:
-        return self._mapped(self._values_and_gradients, operands)
 
     def _scaled(self, gradients: Any, cotangents: Any) -> tuple[Any, ...]:
         (factor,) = (c for c, graded in zip(cotangents, self.kernel.graded, strict=True) if graded)

@@ -113,9 +113,7 @@ def find_kernels(
 
 class _Finder:
     def __init__(self, layout: LayoutOf, search: KernelSearch) -> None:
-        self.layout = layout
-        self.choice, self.platform = search.choice, search.platform
-        self.planned = search.planned
+        self.layout, self.kernels = layout, search
         self.regions: list[Region] = []
         self.uses: list[Substitution] = []
         self.dead: set[Var] = set()
@@ -170,9 +168,9 @@ class _Finder:
         sharded = {v: spec for v, spec in layouts.items() if spec is not None}
         if sharded:
             _check_layouts(operands, match.output, sharded)
-        if self.choice == "auto":
-            check_cudnn(operands, self.platform, planned=self.planned)
-        name = "cudnn" if self.choice == "auto" else "xla"
+        name = "cudnn" if self.kernels.choice == "auto" else "xla"
+        if name == "cudnn":
+            check_cudnn(operands, self.kernels.platform, planned=self.kernels.planned)
         return Region(
             "attention",
             module_name(match.eqns),
@@ -180,7 +178,7 @@ class _Finder:
             inputs,
             (match.output,),
             scope.graph.place(match.eqns, inputs, [match.output]),
-            AttentionKernel(name, operands, sharded, self.planned),
+            AttentionKernel(name, operands, sharded, self.kernels.planned),
             str(operands.allowed),
         )
 
@@ -199,7 +197,7 @@ class _Finder:
             inputs,
             match.outputs,
             graph.place(match.eqns, inputs, match.outputs),
-            LossKernel(match, trained, graded, fused, layout, in_parts=not self.planned),
+            LossKernel(match, trained, graded, fused, layout, not self.kernels.planned),
         )
 
 

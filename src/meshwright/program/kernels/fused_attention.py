@@ -108,6 +108,8 @@ def _rows_and_keys(
 
 def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
     """Return attention by cuDNN."""
+    # How many keys before and after a query it attends to.
+    window = None if allowed.window is None else (allowed.window - 1, 0)
 
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
         return dot_product_attention(
@@ -117,7 +119,7 @@ def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
             mask=mask,
             scale=scale,
             is_causal=allowed.causal and mask is None,
-            local_window_size=None if mask is not None else allowed.local_window,
+            local_window_size=window if mask is None else None,
             implementation="cudnn",
         )
 
@@ -194,20 +196,11 @@ def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = F
     keys = aval_of(operands.key).shape[operands.key_dims[-2]]
     if operands.mask is not None and (length % 2 or keys % 2):
         raise NotReplaced(f"packed documents need rows of even length, not {length}")
-    if not planned:
-        _try_cudnn(length, keys, channels, query.dtype, operands)
-    elif length % 2 or keys % 2:
+    if planned and (length % 2 or keys % 2):
         # JAX 0.11 and 0.12 refuse them.
         raise NotReplaced(f"it needs rows of even length, not {length}")
-
-
-def _try_cudnn(
-    length: int, keys: int, channels: int, dtype: Any, operands: AttentionOperands
-) -> None:
-    """Raise if this release of JAX has no cuDNN kernel for rows of this length."""
-    has_mask = operands.mask is not None
-    refusal = _refusal(length, keys, channels, dtype, operands.allowed, operands.scale, has_mask)
-    if refusal:
+    form = operands.allowed, operands.scale, operands.mask is not None
+    if not planned and (refusal := _refusal(length, keys, channels, query.dtype, *form)):
         raise NotReplaced(f"cuDNN has no kernel for it: {refusal}")
 
 

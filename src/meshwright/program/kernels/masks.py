@@ -40,11 +40,6 @@ class Allowed:
         """Whether a query attends to itself and what is before it, not to what follows."""
         return self.least == 0
 
-    @property
-    def local_window(self) -> tuple[int, int] | None:
-        """How many keys before and after a query it attends to; None for any number."""
-        return None if self.window is None else (self.window - 1, 0)
-
     def part(self, queries: int, keys: int) -> float:
         """Return the fraction of all pairs of queries and keys that is allowed, documents aside."""
         before = min(keys, self.window or keys)
@@ -94,7 +89,9 @@ def read_mask(
         parts = [read_mask(scope, part, mapped, query, key, kind) for part in eqn.invars]
         return [allowed for part in parts for allowed in part]
     if isinstance(atom, Constant):
-        return _uniform(atom.val, kind)
+        if bool(atom.val) == (kind == "allowed"):
+            return []
+        raise NotReplaced("its mask hides everything")
     shape = aval_of(atom).shape
     varies = {d for d, size in zip(mapped, shape, strict=True) if size > 1}
     if varies <= {query, key} or scope.constant(atom) is not None:
@@ -124,12 +121,6 @@ def dims_before(broadcast: Equation, dims: Sequence[_Dim | None]) -> list[_Dim |
         dims[to] if size > 1 else None
         for to, size in zip(broadcast.params["broadcast_dimensions"], sizes, strict=True)
     ]
-
-
-def _uniform(value: Any, kind: MaskKind) -> list[Allowed]:
-    if bool(value) == (kind == "allowed"):
-        return []
-    raise NotReplaced("its mask hides everything")
 
 
 def _classify(

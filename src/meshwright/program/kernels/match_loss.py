@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.walk import ProgramDims
-from meshwright.program.evaluate.dependencies import needed_equations
+from meshwright.program.evaluate.dependencies import needed_equations, variables_read
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 from meshwright.program.kernels.regions import Graph, NotReplaced
 
@@ -69,15 +69,11 @@ def projections(graph: Graph, program: ProgramDims) -> list[Equation]:
         for eqn in graph.live
         if _is_projection(eqn, program) and _reaches_sum_of_exponentials(graph, eqn.outvars[0])
     ]
-    trained = _read_with_gradient(graph) if len(found) > 1 else set[Var]()
-    return sorted(found, key=lambda eqn: eqn.outvars[0] not in trained)
-
-
-def _read_with_gradient(graph: Graph) -> set[Var]:
-    """Return the variables that results depend on other than through stopped gradients."""
+    if len(found) < 2:
+        return found
     eqns = [eqn for eqn in graph.jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
-    needed = needed_equations(eqns, graph.jaxpr.outvars)
-    return {v for eqn in needed for v in eqn.outvars}
+    trained = {v for e in needed_equations(eqns, graph.jaxpr.outvars) for v in e.outvars}
+    return sorted(found, key=lambda eqn: eqn.outvars[0] not in trained)
 
 
 def match_loss(graph: Graph, product: Equation) -> LossMatch:
@@ -98,10 +94,7 @@ def match_loss(graph: Graph, product: Equation) -> LossMatch:
     if not outputs:
         raise NotReplaced("nothing is computed from it")
     made = {v for eqn in eqns for v in eqn.outvars}
-    inputs = [
-        a for eqn in eqns[1:] for a in eqn.invars if not isinstance(a, Literal) and a not in made
-    ]
-    inputs = list(dict.fromkeys(inputs))
+    inputs = [variable for variable in variables_read(eqns[1:]) if variable not in made]
     by_row = tuple(v for v in inputs if found.has_rows(v))
     whole = tuple(v for v in inputs if v not in by_row)
     return LossMatch(product, eqns, rows, whole, by_row, outputs)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 from meshwright.program.kernels.regions import Graph, NotReplaced
 
@@ -305,9 +306,7 @@ def _finish(graph: Graph, numbers: set[int], output: Var, sources: tuple[Var, ..
         }
         changed, skipped = kept != skipped, kept
     made = {v for eqn in eqns for v in eqn.outvars}
-    read = [a for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)]
-    inputs = [v for v in dict.fromkeys(read) if v not in made]
-    vectors = tuple(v for v in inputs if v not in sources)
+    vectors = tuple(v for v in variables_read(eqns) if v not in made and v not in sources)
     return RowwiseMatch(
         eqns, tuple(graph.jaxpr.eqns[n] for n in sorted(skipped)), sources, vectors, output
     )

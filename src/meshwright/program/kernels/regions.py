@@ -8,7 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from meshwright.program.blocks.block_lists import cut_segments
-from meshwright.program.evaluate.dependencies import dependent_variables, needed_equations
+from meshwright.program.evaluate.dependencies import (
+    dependent_variables,
+    needed_equations,
+    variables,
+)
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import (
@@ -140,11 +144,11 @@ class Graph:
             if not eqn.effects and not made.intersection(eqn.outvars):
                 self.dead.update(eqn.outvars)
                 continue
-            for atom in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)):
+            for atom in variables(eqn.invars):
                 self.readers[atom].append(number)
         for number, segment in enumerate(cut_segments(self.jaxpr)):
             self.segments += [number] * len(segment.eqns)
-        self._returned = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
+        self._returned = set(variables(self.jaxpr.outvars))
 
     @property
     def live(self) -> list[Equation]:

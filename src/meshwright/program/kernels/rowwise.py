@@ -89,9 +89,11 @@ def _evaluate(
                 repeated = repeat_vector(values[atom], shape, num_shards=num_shards)
                 return repeated.astype(aval_of(atom).dtype)
             value = _as_traced(atom, values, numerics)
-            if not _is_repeated(jnp.shape(value), shape):
-                return value
-            return repeat_vector(value, shape, num_shards=num_shards)
+            own = jnp.shape(value)
+            same_rank = len(own) == len(shape) and own[-1:] == shape[-1:]
+            # The same for all rows of an elementwise result.
+            repeated = same_rank and own != shape and all(size == 1 for size in own[:-1])
+            return repeat_vector(value, shape, num_shards=num_shards) if repeated else value
 
         # What is sent for a weight belongs to the module that reads it.
         with jax.named_scope(name_stack(eqn) or "rowwise"):
@@ -100,12 +102,6 @@ def _evaluate(
                 values[eqn.outvars[0]] = _known_sum(eqn, operands[0], sums[eqn.outvars[0]])
             else:
                 values.update(zip(eqn.outvars, numerics.bind(eqn, operands), strict=True))
-
-
-def _is_repeated(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    """Whether an operand of this shape is the same for all rows of an elementwise result."""
-    same = len(shape) == len(result) and shape[-1:] == result[-1:]
-    return same and shape != result and all(size == 1 for size in shape[:-1])
 
 
 def _as_traced(atom: Atom, values: Mapping[Var, Any], numerics: Numerics) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
+from meshwright.mesh.axes import entry_names
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
@@ -32,10 +33,7 @@ class LocalOp:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that shard the first operand."""
-        entries = (entry for entry in self.operands[0] if entry is not None)
-        return tuple(
-            a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)
-        )
+        return tuple(axis for entry in self.operands[0] for axis in entry_names(entry))
 
 
 def find_local_ops(
@@ -50,24 +48,24 @@ def find_local_ops(
         tensor_size: the size of the tensor axis.
     """
     found: dict[Var, LocalOp] = {}
+    # JAX writes an entry of one axis as the axis itself.
+    one = tuple(batch_axes) if len(batch_axes) != 1 else next(iter(batch_axes))
+    samples = PartitionSpec(one)[0]
     for program, eqn in classes.equations() if batch_axes else ():
-        if not _is_candidate(eqn) or isinstance(eqn.invars[0], Literal):
+        one_batch = is_grouped(eqn) and eqn.params["batch_group_count"] == 1
+        is_candidate = one_batch or eqn.primitive.name in ("fft", "top_k")
+        if not is_candidate or isinstance(eqn.invars[0], Literal):
             continue
         operand, whole = eqn.invars[0], _whole_dims(eqn)
         specs = [layout(program, variable) for variable in (operand, *eqn.outvars)]
         layouts = [_without(spec, whole) for spec in specs if spec is not None]
-        if len(layouts) < len(specs) or not all(_has_samples(x, batch_axes) for x in layouts):
+        if len(layouts) < len(specs) or not all(samples in x for x in layouts):
             continue
         if is_grouped(eqn) and (tensor_size == 1 or any("tensor" in x for x in layouts)):
             continue
         others = [PartitionSpec()] * (len(eqn.invars) - 1)
         found[eqn.outvars[0]] = LocalOp((layouts[0], *others), tuple(layouts[1:]))
     return found
-
-
-def _is_candidate(eqn: Equation) -> bool:
-    one_batch = is_grouped(eqn) and eqn.params["batch_group_count"] == 1
-    return eqn.primitive.name in ("fft", "top_k") or one_batch
 
 
 def _whole_dims(eqn: Equation) -> Sequence[int]:
@@ -82,12 +80,6 @@ def _whole_dims(eqn: Equation) -> Sequence[int]:
 
 def _without(spec: PartitionSpec, dims: Sequence[int]) -> PartitionSpec:
     return PartitionSpec(*(None if d in dims else axes for d, axes in enumerate(spec)))
-
-
-def _has_samples(spec: PartitionSpec, batch_axes: Mapping[str, int]) -> bool:
-    # JAX writes an entry of one axis as the axis itself.
-    one = tuple(batch_axes) if len(batch_axes) > 1 else next(iter(batch_axes))
-    return PartitionSpec(one)[0] in spec
 
 
 @dataclass(frozen=True, eq=False)

@@ -90,22 +90,14 @@ def _read(classes: DimClasses, program: ProgramDims, number: int, parts: int) ->
         return None
     atoms = [*eqn.invars, eqn.outvars[0]]
     dims = [classes.sample_dims(program, atom) for atom in atoms]
-    divisible = all(
-        len(own) <= 1 and all(_is_divisible(classes, program, atom, dim, parts) for dim in own)
-        for atom, own in zip(atoms, dims, strict=True)
-    )
-    if not divisible or not dims[-1]:
+    if any(len(own) > 1 for own in dims) or not dims[-1]:
         return None
+    for atom, own in zip(atoms, dims, strict=True):
+        if own and not isinstance(atom, Literal):
+            first = program.dims(atom)[own[0]][0]
+            if first.id not in classes.batch or first.size % parts:
+                return None
     return LoopRead(tuple(own[0] if own else None for own in dims[:-1]), dims[-1][0])
-
-
-def _is_divisible(
-    classes: DimClasses, program: ProgramDims, atom: Atom, dim: int, parts: int
-) -> bool:
-    """Whether the samples in a dim of a value can be split into equal parts."""
-    assert not isinstance(atom, Literal)
-    first = program.dims(atom)[dim][0]
-    return first.id in classes.batch and first.size % parts == 0
 
 
 def _is_weight(classes: DimClasses, program: ProgramDims, atom: Atom) -> bool:

@@ -21,7 +21,6 @@ from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.jaxpr.equations import (
     REMATS,
-    ClosedJaxpr,
     Equation,
     Literal,
     Value,
@@ -77,7 +76,9 @@ class LoopWeights:
                 if atom in before:
                     self.rows[variable] = before[atom]
                 elif eqn.primitive.name == "scan" and variable in self.reads.weights:
-                    with jax.named_scope(_first_reader(variable, closed)):
+                    eqns = closed.jaxpr.eqns
+                    first = next((name_stack(e) for e in eqns if variable in e.invars), "")
+                    with jax.named_scope(first):
                         self.rows[variable] = self._copy(env.in_param_dtype(atom))
         try:
             return env.evaluator.continue_after(self, eqn, env)
@@ -124,7 +125,9 @@ class LoopWeights:
         """Evaluate a read, each part of the samples with its own copy of the weights."""
         operands, rows = self._operands(eqn, env)
         if eqn.primitive.name == "broadcast_in_dim":
-            part = _for_part(eqn, read, self.reads.parts)
+            shape = list(eqn.params["shape"])
+            shape[read.result] //= self.reads.parts
+            part = eqn.replace(params={**eqn.params, "shape": tuple(shape)})
             run: Run = lambda x: env.evaluator.numerics.bind(part, [x])  # noqa: E731
             results = self._on_rows(run, operands, rows, read, env)
             return (
@@ -178,11 +181,6 @@ class LoopWeights:
 _WITH_PROGRAMS = frozenset({"scan", "cond", *REMATS})
 
 
-def _first_reader(variable: Var, closed: ClosedJaxpr) -> str:
-    """Return the scopes of the first equation that reads a variable."""
-    return next((name_stack(e) for e in closed.jaxpr.eqns if variable in e.invars), "")
-
-
 def _for_each(run: Run, operands: list[Value], dims: dict[int, int], out_dim: int) -> list[Value]:
     """Run a function for each row of some operands, which are along these dims."""
     numbers = list(dims)
@@ -196,10 +194,3 @@ def _for_each(run: Run, operands: list[Value], dims: dict[int, int], out_dim: in
 def _join(value: Value, dim: int) -> Value:
     """Merge the rows of samples into one dim."""
     return value.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])
-
-
-def _for_part(eqn: Equation, read: LoopRead, parts: int) -> Equation:
-    """Return a broadcast to one part of the samples."""
-    shape = list(eqn.params["shape"])
-    shape[read.result] //= parts
-    return eqn.replace(params={**eqn.params, "shape": tuple(shape)})

@@ -98,21 +98,18 @@ def use_weight(
         return forward_only(*operands), operands
 
     def backward(operands: Any, cotangent: Any) -> tuple[Any, ...]:
-        return tuple(
-            _constrained(
-                _weight_gradient(eqn, operands, weight, cotangent, platform=platform), whole
-            )
+        gradients = [
+            _weight_gradient(eqn, operands, weight, cotangent, platform=platform)
             if number == weight
             else _gradient(forward_only, operands, number, cotangent)
             for number in range(len(operands))
-        )
+        ]
+        if whole is not None:
+            gradients[weight] = lax.with_sharding_constraint(gradients[weight], whole)
+        return tuple(gradients)
 
     run.defvjp(forward, backward)
     return [run(*args)]
-
-
-def _constrained(value: Any, sharding: NamedSharding | None) -> Any:
-    return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
 
 
 def _gradient(function: Any, operands: Any, number: int, cotangent: Any) -> Any:

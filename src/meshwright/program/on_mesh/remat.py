@@ -33,12 +33,9 @@ def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
     policies = jax.checkpoint_policies
     if kind == "full":
         return Remat(policies.nothing_saveable, not keep_gathered, recomputes=True)
-    if kind == "dots":
-        saved = _but_complex(_products_and_attention)
-        return Remat(saved, not keep_gathered, recomputes=True)
     if kind != "none":
-        saved = _but_complex(getattr(policies, kind))
-        return Remat(saved, not keep_gathered, recomputes=True)
+        saved = _products_and_attention if kind == "dots" else getattr(policies, kind)
+        return Remat(_but_complex(saved), not keep_gathered, recomputes=True)
     if keep_gathered:
         return Remat()
     return Remat(_but_complex(_all_but_gathered), gather_per_block=True)

@@ -77,18 +77,20 @@ class Layout:
             by_position.update(zip(step.sources, step.split(value), strict=True))
         return [by_position[i] for i in range(len(self.leaves))]
 
+    def numbers(self, role: Role) -> list[int]:
+        """Return the numbers of the step's leaves with this role."""
+        return [n for n, step in enumerate(self.step_leaves) if step.leaf.role == role]
+
     def select(self, role: Role) -> list[StepLeaf]:
         """Return the step's leaves with this role."""
-        return [step for step in self.step_leaves if step.leaf.role == role]
-
-
-def plain_layout(leaves: Sequence[Leaf]) -> Layout:
-    """Return the layout in which the step runs on the model's leaves as they are."""
-    return Layout(tuple(leaves), tuple(StepLeaf(leaf, (i,)) for i, leaf in enumerate(leaves)))
+        return [self.step_leaves[number] for number in self.numbers(role)]
 
 
 def stacked_layout(leaves: Sequence[Leaf], groups: Mapping[tuple[int, ...], str]) -> Layout:
-    """Return the layout in which each group of leaves is stacked into one, which has this path."""
+    """Return the layout in which each group of leaves is stacked into one, which has this path.
+
+    The step runs on the other leaves as they are.
+    """
     grouped = {i for group in groups for i in group}
     steps = [StepLeaf(leaf, (i,)) for i, leaf in enumerate(leaves) if i not in grouped]
     steps += [StepLeaf(_stack(leaves[g[0]], len(g), path), g) for g, path in groups.items()]

@@ -40,16 +40,6 @@ def class_name(cls: type) -> str:
     return path_text([cls.__name__])
 
 
-def provisional_path(cls: type, number: int) -> str:
-    """Return the provisional path of a copy of a module of this class."""
-    return f"?{class_name(cls)}-{number}"
-
-
-def is_provisional(path: str) -> bool:
-    """Whether a path is that of a copy, or of a module inside one."""
-    return path.startswith("?")
-
-
 def find_originals(
     jaxpr: Jaxpr, leaves: Mapping[Var, str], paths_by_class: PathsByClass
 ) -> dict[str, str]:
@@ -69,19 +59,14 @@ def find_originals(
         modules = modules_of(name_stack(eqn)) if read else ()
         for match in filter(None, map(_PROVISIONAL.match, modules)):
             copy, cls, inner = match.groups()
-            candidates.setdefault(copy, set()).update(
-                path
-                for path in paths_by_class.get(cls, ())
-                if any(_contains(path, inner, leaf) for leaf in read)
-            )
+            for path in paths_by_class.get(cls, ()):
+                inside = ".".join(filter(None, (path, inner))) + "."
+                if any(leaf.startswith(inside) for leaf in read):
+                    candidates.setdefault(copy, set()).add(path)
     # A leaf that several modules share has its path in the first of them, so the copy is of the
     # last candidate.
     order = {path: n for paths in paths_by_class.values() for n, path in enumerate(paths)}
-    return {copy: max(paths, key=order.__getitem__) for copy, paths in candidates.items() if paths}
-
-
-def _contains(path: str, inner: str | None, leaf: str) -> bool:
-    return leaf.startswith(".".join(filter(None, (path, inner))) + ".")
+    return {copy: max(paths, key=order.__getitem__) for copy, paths in candidates.items()}
 
 
 def rename_copies(scopes: str, originals: Mapping[str, str]) -> str:
@@ -169,7 +154,7 @@ class _Registry:
             return self._running[-1] if self._running else ""
         path = candidates[0]
         if len(candidates) > 1:
-            path = provisional_path(type(module), self._copies)
+            path = f"?{class_name(type(module))}-{self._copies}"
             self._copies += 1
         base = "" if path == ROOT else path
         for inner_path, inner in nnx.iter_modules(module):
@@ -201,7 +186,8 @@ class _Registry:
         if not paths or (leaves and not any(isinstance(x, Tracer) for x in leaves)):
             return []
         above = self._running[-1] if self._running else ROOT
-        if above == ROOT or is_provisional(above):
+        # In a copy, or in a module inside one, the path is not known yet.
+        if above == ROOT or above.startswith("?"):
             return paths
         return [path for path in paths if path.startswith(above + ".")]
 

@@ -13,8 +13,8 @@ from jax import Array
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
-from meshwright.program.trace.layout import Layout, plain_layout
-from meshwright.program.trace.model_leaves import Leaf, ModelLeaves, Role
+from meshwright.program.trace.layout import Layout, stacked_layout
+from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.model_program import ModelProgram
 from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.replaced_jax import device_reads
@@ -92,7 +92,7 @@ class TracedLoss:
     @property
     def kept(self) -> list[int]:
         """Numbers of the step leaves with a new value: all state, then written parameters."""
-        return [*self._numbers("state"), *self.written]
+        return [*self.layout.numbers("state"), *self.written]
 
     @property
     def kept_paths(self) -> list[str]:
@@ -107,7 +107,7 @@ class TracedLoss:
     @property
     def written_positions(self) -> list[int]:
         """Positions of the written parameters among the parameter leaves."""
-        params = self._numbers("param")
+        params = self.layout.numbers("param")
         return [params.index(number) for number in self.written]
 
     def read_outputs(self, outputs: Sequence[Any]) -> LossValue:
@@ -118,9 +118,6 @@ class TracedLoss:
         written = len(outputs) - len(self.written)
         after = dict(zip(self.written_positions, outputs[written:], strict=True))
         return LossValue(totals[0], metrics, list(outputs[pairs:written]), after)
-
-    def _numbers(self, role: Role) -> list[int]:
-        return [n for n, leaf in enumerate(self.leaves) if leaf.role == role]
 
 
 def trace_loss(
@@ -158,7 +155,7 @@ def trace_function(
     traced = program.trace(structs)
     paths = [leaf.path for leaf in model_leaves.leaves]
     closed = normalize(traced, paths, program.paths_by_class)
-    layout = plain_layout(model_leaves.leaves)
+    layout = stacked_layout(model_leaves.leaves, {})
     return TracedLoss(closed, layout, batch_leaves, (), program.written, tuple(program.remarks))
 
 
