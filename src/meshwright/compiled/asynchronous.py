@@ -45,21 +45,18 @@ def scheduled_collectives(text: str, mesh_axes: Mapping[str, int]) -> list[Sched
     Products are matrix products, convolutions and attention: what takes most of the time.
     """
     program = parse_hlo(text)
-    overlaps, producers = _Schedule(program).overlaps(), _producers(program)
-    return [
-        Scheduled(c, overlaps[c.name], _modules(c.op_name) or _modules(*producers[c.name]))
-        for c in collectives_of(program, mesh_axes)
-    ]
-
-
-def _producers(program: Program) -> dict[str, list[str]]:
-    """Return the op names of what each collective sends, by the name of its instruction."""
-    return {
+    overlaps = _Schedule(program).overlaps()
+    # The op names of what each collective sends, by the name of its instruction.
+    producers = {
         instruction.name: [computation.by_name[o].op_name for o in instruction.operands]
         for computation in program.computations.values()
         for instruction in computation.instructions
         if is_collective(instruction)
     }
+    return [
+        Scheduled(c, overlaps[c.name], _modules(c.op_name) or _modules(*producers[c.name]))
+        for c in collectives_of(program, mesh_axes)
+    ]
 
 
 def _modules(*op_names: str) -> tuple[str, ...]:

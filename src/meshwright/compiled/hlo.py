@@ -225,7 +225,8 @@ def _read_instruction(line: str) -> Instruction | None:
         name=head["name"],
         opcode=opcode[1],
         shape=shape,
-        operands=() if is_leaf else tuple(_operand_name(a) for a in arguments),
+        # Long text writes the operand's shape before its name.
+        operands=() if is_leaf else tuple(a.split()[-1].removeprefix("%") for a in arguments),
         literal=line[opcode.end() : end] if is_leaf else "",
         attributes=attributes,
         called={role: _names(attributes[role]) for role in CALL_ROLES if role in attributes},
@@ -285,11 +286,6 @@ def _split(text: str, start: int) -> tuple[list[str], int]:
             last = token.end()
     parts.append(text[last:end])
     return [part.strip() for part in parts if part.strip()], end
-
-
-def _operand_name(text: str) -> str:
-    # Long text writes the operand's shape before its name.
-    return text.split()[-1].removeprefix("%")
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -120,9 +120,7 @@ def _run(program: Program, computation: Computation) -> Iterator[Computation]:
     yield computation
     for instruction in computation.instructions:
         if instruction.opcode in ("while", "conditional", "call"):
-            roles = ("body", "branch_computations", "true_computation", "false_computation")
-            roles += ("to_apply",) if instruction.opcode == "call" else ()
-            for called in program.called_by(instruction, *roles):
+            for called in program.run_by(instruction):
                 yield from _run(program, called)
 
 

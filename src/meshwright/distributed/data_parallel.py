@@ -20,9 +20,10 @@ from meshwright.distributed.argument_forms import (
     tracks_varying,
     varying_axes,
 )
-from meshwright.distributed.leaves import Leaf, check_mesh_axis, place, place_whole, replicate
+from meshwright.distributed.leaves import Leaf, place, place_whole, replicate
 from meshwright.errors import UserError
 from meshwright.mesh.axes import BATCH_AXES
+from meshwright.mesh.build import check_mesh_axis
 from meshwright.trees import Batch, PyTree
 
 

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from meshwright.distributed.argument_forms import also_called
 from meshwright.distributed.leaves import (
     Leaf,
-    check_mesh_axis,
     fit_sharding,
     place,
     place_parts,
@@ -22,7 +21,7 @@ from meshwright.distributed.leaves import (
 from meshwright.distributed.prefetch import prefetch
 from meshwright.errors import UserError
 from meshwright.hardware import BatchSizeRecommendation, detect, load_chips, unknown_batch_sizes
-from meshwright.mesh.build import Device, arrange_mesh
+from meshwright.mesh.build import Device, arrange_mesh, check_mesh_axis
 from meshwright.trees import Batch, PyTree
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import UserError
 from meshwright.mesh.axes import entry_names
 from meshwright.trees import PyTree, is_key
 
@@ -68,16 +68,6 @@ def fit_sharding(name: str, leaf: Leaf, sharding: NamedSharding) -> NamedShardin
     if not is_global(leaf):
         _check_divides(name, shape, fitted)
     return fitted
-
-
-def check_mesh_axis(mesh: Mesh, axis: str) -> None:
-    """Refuse an axis name that the mesh does not have."""
-    if axis not in mesh.axis_names:
-        raise UserError(
-            f"the mesh has no axis `{axis}`",
-            why=f"its axes are {', '.join(map(str, mesh.axis_names))}",
-            fix=did_you_mean(axis, [str(name) for name in mesh.axis_names]),
-        )
 
 
 def is_global(leaf: Leaf) -> bool:

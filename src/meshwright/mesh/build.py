@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, did_you_mean
 from meshwright.mesh.axes import AXES, INFER, check_sizes, is_whole, resolve_alias, resolve_sizes
 
 Device = Any
@@ -91,6 +91,17 @@ def check_devices(devices: object) -> None:
             f"devices={devices!r:.60} is not a list of devices",
             why=f"it is of type {type(devices).__name__}" if not listed else "",
             fix="write one such as jax.devices()[:4], or leave it out to use all",
+        )
+
+
+def check_mesh_axis(mesh: Mesh, axis: str, fix: str = "") -> None:
+    """Refuse an axis name that the mesh does not have; ``fix`` says what to do without a hint."""
+    if axis not in mesh.axis_names:
+        names = [str(name) for name in mesh.axis_names]
+        raise UserError(
+            f"the mesh has no axis `{axis}`",
+            why=f"its axes are {', '.join(names)}",
+            fix=did_you_mean(axis, names) or fix,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jax.sharding import Mesh
 
@@ -20,7 +20,7 @@ from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.mesh_forward import LocalDraws, ProgramLayouts
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
-from meshwright.sharding.placement import Placement, Reason, on_each_stage
+from meshwright.sharding.placement import Placement, on_each_stage
 
 
 def decide_stages(
@@ -54,47 +54,15 @@ def place_on_stages(
     reason = on_each_stage(division.most * num_chunks, even=division.even)
     numbers = {stack.number for stack in cut.stacks}
     return tuple(
-        _on_pipe(placement, reason) if number in numbers else placement
+        replace(
+            placement,
+            dims=((PIPE, *placement.dims[0]), *placement.dims[1:]),
+            reasons=(reason, *placement.reasons),
+        )
+        if number in numbers
+        else placement
         for number, placement in enumerate(placements)
     )
-
-
-@dataclass(frozen=True)
-class PerDeviceLoss:
-    """The loss of one device's samples, for stages that reduce gradients once per update.
-
-    Attributes:
-        cut: the loss cut into stages, rows in the order of stages.
-        decision: placements among the devices that have the same samples.
-        draws: its random draws.
-    """
-
-    cut: BlockCut
-    decision: Decision
-    draws: LocalDraws
-
-
-def decide_per_device(
-    cut: BlockCut,
-    decision: Decision,
-    sizes: Mapping[str, int],
-    sharding: ShardingConfig,
-    num_chunks: int,
-) -> PerDeviceLoss:
-    """Decide the placements for the loss of one device's samples, which no batch axis shards.
-
-    Args:
-        cut: the loss of one device's samples.
-        decision: placements for the loss of a whole microbatch.
-        sizes: axis sizes of the mesh.
-        sharding: the sharding config.
-        num_chunks: pieces of the model on each stage.
-    """
-    axes = batch_axes(sizes)
-    others = {axis: size for axis, size in sizes.items() if axis not in axes}
-    unsharded = sharding.model_copy(update={"zero": 1})
-    local = decide_stages(cut, others, unsharded, num_chunks, decision.search)
-    return PerDeviceLoss(cut, local, LocalDraws(decision.classes, local.classes, axes))
 
 
 def pipelined_loss(
@@ -106,7 +74,8 @@ def pipelined_loss(
     *,
     remat: Remat,
     wide: bool,
-    per_device: PerDeviceLoss | None = None,
+    sharding: ShardingConfig,
+    per_device: BlockCut | None = None,
 ) -> PipelinedLoss:
     """Return the loss and its gradients as a pipeline on the mesh.
 
@@ -118,12 +87,19 @@ def pipelined_loss(
         num_microbatches: microbatches between two flushes.
         remat: what blocks save for their backward pass.
         wide: compute in float64, for proofs.
+        sharding: the sharding config.
         per_device: the loss of one device's samples, if gradients are reduced once per update.
     """
-    inside = decision if per_device is None else per_device.decision
-    context = _stage_context(inside, mesh, remat, wide=wide)
+    inside, draws = decision, None
     if per_device is not None:
-        context = replace(context, draws=per_device.draws)
+        # No batch axis shards the samples of one device.
+        axes = batch_axes(mesh.shape)
+        others = {axis: size for axis, size in mesh.shape.items() if axis not in axes}
+        unsharded = sharding.model_copy(update={"zero": 1})
+        chunks, search = schedule.num_chunks, decision.search
+        inside = decide_stages(per_device, others, unsharded, chunks, search)
+        draws = LocalDraws(decision.classes, inside.classes, axes)
+    context = replace(_stage_context(inside, mesh, remat, wide=wide), draws=draws)
     return PipelinedLoss(
         cut,
         context,
@@ -131,7 +107,7 @@ def pipelined_loss(
         num_microbatches,
         sums=[placement.without(PIPE) for placement in inside.gradients],
         gradients=decision.gradients,
-        per_device=per_device and per_device.cut,
+        per_device=per_device,
     )
 
 
@@ -160,8 +136,3 @@ def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) 
         remat=remat,
         wide=wide,
     )
-
-
-def _on_pipe(placement: Placement, reason: Reason) -> Placement:
-    dims = ((PIPE, *placement.dims[0]), *placement.dims[1:])
-    return Placement(placement.path, dims, (reason, *placement.reasons))

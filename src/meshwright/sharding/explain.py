@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import Setting
 from meshwright.mesh.axes import MODEL_AXES, PIPE
-from meshwright.program.trace.layout import Layout, StepLeaf
+from meshwright.program.trace.layout import Layout
 from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, Reason, bytes_per_device
 
@@ -61,7 +61,9 @@ def explain(layout: Layout, decision: Decision, sizes: Mapping[str, int]) -> lis
                 spec=tuple(",".join(axes) for axes in placed.dims),
                 bytes=leaf.nbytes,
                 bytes_per_device=bytes_per_device(leaf, placed, sizes),
-                stage=_stage(placement, step, row, sizes),
+                stage=row * sizes[PIPE] // step.leaf.shape[0]
+                if step.stacked and PIPE in placement.dims[0]
+                else None,
                 whole_over=tuple(whole),
                 reason=placed.reason,
                 remedy=_remedy(leaf.shape, leaf.size, whole, sizes),
@@ -77,12 +79,6 @@ def _of_one_block(placement: Placement, sizes: Mapping[str, int]) -> Placement:
     if reasons and only_staged and any(n > 1 for axis, n in sizes.items() if axis != "pipe"):
         reasons.append(Reason("the same on all its devices"))
     return Placement(placement.path, placement.dims[1:], tuple(reasons))
-
-
-def _stage(placement: Placement, step: StepLeaf, row: int, sizes: Mapping[str, int]) -> int | None:
-    if not step.stacked or "pipe" not in placement.dims[0]:
-        return None
-    return row * sizes["pipe"] // step.leaf.shape[0]
 
 
 def _remedy(

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshwright.config.argument_checks import check_kind, wrong_kind
 from meshwright.config.schema import ShardingConfig
-from meshwright.errors import UserError, did_you_mean
 from meshwright.mesh.axes import entry_names
+from meshwright.mesh.build import check_mesh_axis
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, to_spec
 from meshwright.trees import PyTree
@@ -39,13 +39,7 @@ def shard_fsdp(
     check_kind("mesh", mesh, Mesh, 'write a mesh, such as mw.build_mesh({"fsdp": 8})')
     check_kind("axis_name", axis_name, str, 'write the name of an axis, such as "fsdp"')
     check_kind("min_shard_size", min_shard_size, int, "write a number of elements, 0 or more")
-    if axis_name not in mesh.axis_names:
-        raise UserError(
-            f"the mesh has no axis `{axis_name}`",
-            why=f"its axes are {', '.join(map(str, mesh.axis_names))}",
-            fix=did_you_mean(axis_name, [str(name) for name in mesh.axis_names])
-            or "name one of them with axis_name=",
-        )
+    check_mesh_axis(mesh, axis_name, "name one of them with axis_name=")
 
     def put(leaf: Any) -> Any:
         fix = "give arrays, a pytree of arrays, or a model"

@@ -144,8 +144,8 @@ class _Search:
         """Accept the candidates of one pattern, all or none unless they exclude each other."""
         kernels = [kernel for candidate in group for kernel in candidate.kernels]
         if len(set(kernels)) < len(kernels):
-            for candidate in sorted(group, key=_score):
-                self._settle([candidate])
+            for alone in sorted(([candidate] for candidate in group), key=_score):
+                self._settle(alone)
         else:
             self._settle(group)
 
@@ -207,14 +207,12 @@ def _groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     groups = defaultdict[Pattern, list[Candidate]](list)
     for candidate in candidates:
         groups[candidate.pattern].append(candidate)
-    return sorted(
-        groups.values(),
-        key=lambda group: sum(c.cost for c in group) / max(1, sum(c.cover for c in group)),
-    )
+    return sorted(groups.values(), key=_score)
 
 
-def _score(candidate: Candidate) -> float:
-    return candidate.cost / max(1, candidate.cover)
+def _score(group: Sequence[Candidate]) -> float:
+    """Return the communication per parameter byte of some candidates together."""
+    return sum(c.cost for c in group) / max(1, sum(c.cover for c in group))
 
 
 def _leaf_choice(

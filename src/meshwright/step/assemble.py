@@ -18,7 +18,7 @@ from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import Device, build_mesh
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.pipeline_report import PipelineReport, pipeline_report
-from meshwright.pipeline.place import decide_per_device, pipelined_loss
+from meshwright.pipeline.place import pipelined_loss
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
@@ -32,13 +32,14 @@ from meshwright.program.trace.build_model import (
     describe_model,
     trace_values,
 )
+from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.replaced_jax import device_reads
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing
 from meshwright.sharding.decide import Decision, batch_axes, dim_classes
-from meshwright.sharding.placement import to_spec
+from meshwright.sharding.placement import Placement, to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
 from meshwright.step.place_batch import place_batch
 from meshwright.step.state import TrainState
@@ -130,11 +131,8 @@ class Assembled:
         """Start from values of the model's leaves in canonical order."""
         # Onto the mesh first: they may be on other devices.
         placed = jax.device_put(list(values), self._canonical_shardings())
-
-        def place(values: list[Any]) -> TrainState:
-            return self._fresh(values)
-
-        return jax.jit(place, out_shardings=self.step.shardings.state)(placed)
+        fresh = jax.jit(lambda leaves: self._fresh(leaves), out_shardings=self.step.shardings.state)
+        return fresh(placed)
 
     def abstract_start(self, values: Sequence[Any]) -> TrainState:
         """Return the shapes and formats of what `start` returns."""
@@ -147,8 +145,7 @@ class Assembled:
         shardings: dict[int, NamedSharding] = {}
         steps = self.traced.layout.step_leaves
         for step, placement in zip(steps, self.decision.at_rest, strict=True):
-            spec = to_spec(placement.dims[1:] if step.stacked else placement.dims)
-            shardings |= dict.fromkeys(step.sources, NamedSharding(self.mesh, spec))
+            shardings |= dict.fromkeys(step.sources, piece_sharding(self.mesh, placement, step))
         return [shardings[number] for number in range(len(shardings))]
 
     def canonical_params(self, values: Sequence[Any]) -> dict[str, Any]:
@@ -162,9 +159,7 @@ class Assembled:
     def canonical(self, state: TrainState) -> dict[str, Any]:
         """Return the model's leaves by canonical path."""
         values = self.traced.layout.to_canonical(self.step.leaf_values(state))
-        return {
-            leaf.path: value for leaf, value in zip(self.traced.layout.leaves, values, strict=True)
-        }
+        return dict(zip((leaf.path for leaf in self.traced.layout.leaves), values, strict=True))
 
     def model(self, state: TrainState) -> Model:
         """Return the user's model with the values of a state, in evaluation mode."""
@@ -176,6 +171,12 @@ class Assembled:
     def put_batch(self, batch: Batch) -> list[Any]:
         """Place the leaves of a host batch on the mesh."""
         return place_batch(batch, self.step.shardings.batch, self.plan.batch.global_batch_size)
+
+
+def piece_sharding(mesh: Mesh, placement: Placement, step: StepLeaf | None) -> NamedSharding:
+    """Return the sharding of a piece of a leaf: that of the leaf without the stack dim."""
+    stacked = step is not None and step.stacked
+    return NamedSharding(mesh, to_spec(placement.dims[1:] if stacked else placement.dims))
 
 
 def set_eval_mode(model: Any) -> None:
@@ -317,11 +318,6 @@ def _pipeline(
     assert program.cut is not None
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     schedule.shape(plan.num_microbatches, plan.size("pipe"))
-    per_device = None
-    if local_program is not None and local_program.cut is not None:
-        per_device = decide_per_device(
-            local_program.cut, decision, plan.mesh, plan.sharding, plan.num_chunks
-        )
     return pipelined_loss(
         program.cut,
         decision,
@@ -330,7 +326,8 @@ def _pipeline(
         plan.num_microbatches,
         remat=planned_remat(decision, plan),
         wide=wide,
-        per_device=per_device,
+        sharding=plan.sharding,
+        per_device=None if local_program is None else local_program.cut,
     )
 
 

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.program.trace.layout import StepLeaf
-from meshwright.sharding.placement import to_spec
-from meshwright.step.assemble import Assembled
+from meshwright.step.assemble import Assembled, piece_sharding
 from meshwright.step.state import LossScale, TrainState, all_finite
 from meshwright.trees import from_key_data, is_key, key_data
 
@@ -155,18 +153,13 @@ class CanonicalForm:
                 group = "params" if leaf.role == "param" else "state"
                 if is_key(leaf.dtype):
                     continue
-                shardings[group][leaf.path] = self._piece_sharding(step, placement.dims)
+                shardings[group][leaf.path] = piece_sharding(self._mesh, placement, step)
         for (paths, _, _), leaf in zip(self._optimizer, self._step.optimizer.leaves, strict=True):
             owner = None if leaf.param is None else self._layout.select("param")[leaf.param]
             split = owner if owner is not None and len(paths) > 1 else None
-            sharding = self._piece_sharding(split, leaf.placement.dims)
+            sharding = piece_sharding(self._mesh, leaf.placement, split)
             shardings["optimizer"] |= dict.fromkeys(paths, sharding)
         return shardings
-
-    def _piece_sharding(self, step: StepLeaf | None, dims: Any) -> NamedSharding:
-        """Return the sharding of a piece of a leaf: that of the leaf without the stack dim."""
-        stacked = step is not None and step.stacked
-        return NamedSharding(self._mesh, to_spec(dims[1:] if stacked else dims))
 
     def _for_copies(self) -> Any:
         if self._mesh.devices.flat[0].platform == "cpu":

@@ -63,7 +63,10 @@ def draw_leaves(
     parts = parts_of(rest, closed.jaxpr.outvars)
     steps = [step for n, step in enumerate(layout.step_leaves) if n not in given]
     options = quick_options() if quickly else None
-    if not _repeat_little([parts[source] for step in steps for source in step.sources]):
+    wanted = [parts[source] for step in steps for source in step.sources]
+    apart = sum(len(part.eqns) for part in wanted)
+    together = len({id(eqn) for part in wanted for eqn in part.eqns})
+    if apart > REPEATED * together:
         return _draw_together(closed, words, layout, shardings, given, options)
     programs = ProgramsByKind(closed.jaxpr, known, options)
 
@@ -110,18 +113,15 @@ def start_from(step: TrainStep, leaves: Sequence[Any]) -> TrainState:
     programs = ProgramsByKind(closed.jaxpr, known, quick_options())
     parts = parts_of(closed.jaxpr.eqns, closed.jaxpr.outvars)
     shardings = jax.tree.leaves(step.shardings.state)
+    inputs = set(closed.jaxpr.invars)
     state = [
+        # An output may be an input as it is.
         known[part.inputs[0]]
-        if _is_input(part, closed.jaxpr.invars)
+        if not part.eqns and inputs.intersection(part.inputs)
         else programs.compute(part, sharding)
         for part, sharding in zip(parts, shardings, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(abstract), state)
-
-
-def _is_input(part: Part, inputs: Sequence[Var]) -> bool:
-    """Whether an output is an input as it is."""
-    return not part.eqns and part.inputs[:1] != () and part.inputs[0] in inputs
 
 
 def _stacked(programs: ProgramsByKind, rows: Sequence[Part], sharding: NamedSharding) -> Any:
@@ -177,13 +177,6 @@ MOST_KINDS = 512
 """How many kinds of parts are remembered; beyond that, the oldest are forgotten."""
 
 _functions: dict[Hashable, list[tuple[Part, Any]]] = {}
-
-
-def _repeat_little(parts: Sequence[Part]) -> bool:
-    """Whether computing parts apart repeats little work that they share."""
-    apart = sum(len(part.eqns) for part in parts)
-    together = len({id(eqn) for part in parts for eqn in part.eqns})
-    return apart <= REPEATED * together
 
 
 class ProgramsByKind:

@@ -178,8 +178,8 @@ class FlatOptimizer:
     ) -> bool:
         steps = self._params
         sources = {
-            step.leaf.path: step.sources if compared == "all" else step.sources[:: _to_last(step)]
-            for step in steps
+            s.leaf.path: s.sources if compared == "all" else (s.sources[0], s.sources[-1])
+            for s in steps
         }
         stack_of = {self._leaves[n].path: path for path, own in sources.items() for n in own}
         single = {
@@ -216,11 +216,6 @@ class FlatOptimizer:
                 # A single block belongs to no stage, so all stages share its state.
                 placement = add_pipe(own, placement, sizes=sizes, smallest=SMALL)
         return OptimizerLeaf(text, tuple(leaf.shape), leaf.dtype, placement, owner)
-
-
-def _to_last(step: StepLeaf) -> int:
-    """Return the number of steps from the first source of a leaf to its last; at least one."""
-    return max(1, len(step.sources) - 1)
 
 
 def _slice(value: Any, number: int) -> Any:

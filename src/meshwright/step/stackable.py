@@ -119,7 +119,8 @@ def _outputs(
         return transformation.update(gradients, state, params, **value)
 
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(params, params, value)
-    paths = _leaf_paths(params)
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
     names_of = jax.tree.unflatten(jax.tree.structure(params), [Name(path) for path in paths])
     inputs = [(kind, stack_of.get(path, path)) for kind in ("gradient", "param") for path in paths]
     inputs += [("value", name) for name in value]
@@ -132,12 +133,6 @@ def _outputs(
     for atom, path in zip(closed.jaxpr.outvars, [*paths, *state_owners], strict=True):
         outputs[path].append(table.name(atom, names))
     return {path: sorted(numbers) for path, numbers in outputs.items()}
-
-
-def _leaf_paths(tree: Tree) -> list[str]:
-    """Return the paths of the leaves of a nested dict, in JAX's order."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
 
 
 class _Table:

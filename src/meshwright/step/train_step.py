@@ -231,7 +231,8 @@ class TrainStep:
         return NamedSharding(self.mesh, placement.spec)
 
     def _update(self, state: TrainState, batch: list[Any]) -> tuple[TrainState, Metrics]:
-        with jax.default_matmul_precision(_matmul(self.plan)):
+        matmul: Any = None if self.plan.matmul == "default" else self.plan.matmul
+        with jax.default_matmul_precision(matmul):
             gradients = self._gradients(state, batch)
             values = self._reduced(gradients.values)
             norm = optax.tree.norm(values)
@@ -375,7 +376,3 @@ def _scale_after(scale: LossScale, finite: Array, halted: Array | None) -> LossS
 
 def _kinds(*values: Any) -> list[tuple[Any, ...]]:
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(values)]
-
-
-def _matmul(plan: Plan) -> Any:
-    return None if plan.matmul == "default" else plan.matmul

@@ -46,7 +46,7 @@ def test_what_is_sent_counts_once_however_many_branches_send(platform):
     def tick(x):
         ahead = Transfer(TickOp.SEND, x, [(0, 1), (1, 2), (2, 3)], both)
         back = Transfer(TickOp.SEND_BACK, x, [(1, 0), (2, 1), (3, 2)], both)
-        return ExchangeOrder(platform).exchange("pipe", ahead, back)
+        return ExchangeOrder(platform).exchange(ahead, back)
 
     mesh, spec = jax.sharding.Mesh(jax.devices()[:S], "pipe"), jax.P("pipe")
     mapped = jax.shard_map(tick, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

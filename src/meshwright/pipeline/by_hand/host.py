@@ -93,17 +93,17 @@ class BatchRun:
         x = stage.put(self.arrived.pop((microbatch, at)))
         call = StageCall(self.states[at], x, target)
         result = stage.forward(self.params[at], call)
-        self.states[at] = result.state
+        self.states[at], others = result.further
         # Later only the shapes of the call are needed, but unread arrays cost nothing.
         self.calls[microbatch, at] = _ForwardRecord(call, result.saved)
         here = sum(place[1] == at for place in self.calls)
         self.most_kept[at] = max(self.most_kept[at], here)
         if at == self.last:
-            self.totals.append(result.floats)
-            self.weights.append(result.others)
-            self.gradients[microbatch, at] = jnp.ones((), result.floats.dtype)
+            self.totals.append(result.y)
+            self.weights.append(others)
+            self.gradients[microbatch, at] = jnp.ones((), result.y.dtype)
         else:
-            output = self.outputs[at].join(result.floats, result.others)
+            output = self.outputs[at].join(result.y, others)
             self.arrived[microbatch, at + 1] = output
 
     def backward(self, op: Op, at: int) -> None:

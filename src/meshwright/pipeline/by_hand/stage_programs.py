@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.pipeline.by_hand.layer_forms import Part
 from meshwright.pipeline.execute.stage_records import MessageSplit
-from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
+from meshwright.pipeline.execute.stage_vjp import ForwardValues, HeldValues, StageVJP
 from meshwright.trees import PyTree
 from meshwright.weighted import Weighted
 
@@ -41,22 +40,6 @@ class StageCall:
     state: PyTree
     x: PyTree
     target: PyTree
-
-
-class ForwardResult(NamedTuple):
-    """The results of a stage's forward pass.
-
-    Attributes:
-        floats: leaves of the output that have a gradient; on the last stage the loss's total.
-        others: the other leaves of the output; on the last stage the loss's weight.
-        state: the stage's state afterwards.
-        saved: values saved for the backward pass.
-    """
-
-    floats: PyTree
-    others: PyTree
-    state: PyTree
-    saved: list[Array]
 
 
 class StagePrograms:
@@ -97,13 +80,11 @@ class StagePrograms:
 
         return jax.tree.map(place, x)
 
-    def _forward(self, params: PyTree, call: StageCall) -> ForwardResult:
-        """Run the stage."""
+    def _forward(self, params: PyTree, call: StageCall) -> ForwardValues:
+        """Run the stage; see `_function` for what it returns."""
         floats, others = self._split(call.x).split(call.x)
         others = StageCall(call.state, others, call.target)
-        result = self._program(params, call).forward(HeldValues(params), floats, others)
-        state, rest = result.further
-        return ForwardResult(result.y, rest, state, result.saved)
+        return self._program(params, call).forward(HeldValues(params), floats, others)
 
     def _backward(
         self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
@@ -146,7 +127,10 @@ class StagePrograms:
         return self._programs[key]
 
     def _function(self, params: PyTree, call: StageCall) -> tuple[PyTree, tuple[PyTree, PyTree]]:
-        """Return (output or loss, (state, leaves of the output without a gradient))."""
+        """Return the output's leaves with a gradient, and (state, other leaves).
+
+        On the last stage, these are the loss's total and (state, the loss's weight).
+        """
         y, state = self.part.apply(params, call.state, call.x)
         if self.loss is None:
             floats, others = MessageSplit.of(y).split(y)

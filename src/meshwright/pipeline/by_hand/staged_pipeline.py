@@ -127,10 +127,13 @@ class Pipeline:
             self.num_microbatches,
         )
         self._loss = loss
-        self._layers, traced = _read_all(self._user_layers, self._microbatch_shape(example), seed)
+        size = -(-checks.count_samples("example", example) // self.num_microbatches)
+        self._layers, traced = _read_all(self._user_layers, resize_batch(example, size), seed)
         # Layers without products still take some time.
         self._flops = [part.flops or 1 for part in traced]
-        self._costs = self._flops if balance_by == "flops" else list(map(_nbytes, self._layers))
+        leaves = [jax.tree.leaves(part.params) for part in self._layers]
+        sizes = [sum(array.nbytes for array in arrays) for arrays in leaves]
+        self._costs = self._flops if balance_by == "flops" else sizes
         self._place(balance(self._costs, self.num_stages * chunks), traced)
 
     def _place(self, groups: Sequence[range], traced: Sequence[TracedPart]) -> None:
@@ -310,10 +313,6 @@ class Pipeline:
             costs[number % self.num_stages] += stage.flops
         return costs
 
-    def _microbatch_shape(self, example: PyTree) -> PyTree:
-        size = -(-checks.count_samples("example", example) // self.num_microbatches)
-        return resize_batch(example, size)
-
     def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
         """Raise if layers or loss fail on these shapes, which are checked once."""
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, target))
@@ -353,10 +352,6 @@ def _read_all(layers: Sequence[Layer], x: PyTree, seed: int) -> tuple[list[Part]
             traced.append(trace(parts[-1], x))
         x = traced[-1].output
     return parts, traced
-
-
-def _nbytes(part: Part) -> int:
-    return sum(a.nbytes for a in jax.tree.leaves(part.params))
 
 
 def _report(group: range, part: Part, mesh: Mesh, traced: Sequence[TracedPart]) -> StageReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -48,22 +48,23 @@ class BlockInputs:
     """The inputs of the blocks of one virtual stage.
 
     Attributes:
-        weights: the trained leaves of each block.
-        fixed: the constant leaves of each block.
+        message: the message of the previous stage; where gradients are computed, at first only its
+            leaves without one.
         changing: the state that each block replaces.
-        outer: the trained leaves outside the blocks that blocks read.
-        message: the message of the previous stage.
         microbatch: the inputs of the microbatch.
         virtual_stage: the number of the virtual stage.
+        weights: the trained leaves of each block.
+        fixed: the constant leaves of each block.
+        outer: the trained leaves outside the blocks that blocks read.
     """
 
-    weights: list[BlockRow]
-    fixed: list[BlockRow]
-    changing: list[BlockRow]
-    outer: LeafValues
     message: Message
+    changing: list[BlockRow]
     microbatch: Microbatch
     virtual_stage: Array
+    weights: list[BlockRow] = field(default_factory=list[BlockRow])
+    fixed: list[BlockRow] = field(default_factory=list[BlockRow])
+    outer: LeafValues = field(default_factory=dict[int, Array])
 
 
 class BlockOutputs(NamedTuple):

@@ -17,9 +17,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshwright.mesh.axes import entry_names
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.jaxpr.equations import Equation, Literal, Value, aval_of, bind
+from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Value, aval_of, bind
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
 
 
@@ -35,11 +36,12 @@ class WithinStage:
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate an equation that would cross stages; None for others."""
-        if math.prod(self.mesh.auto_axes.values()) == 1:
+        if self.mesh.num_auto == 1:
             return None
         if eqn.primitive.name in SCATTERS:
             return self._scattered(eqn, env)
-        if dims := moving_dims(eqn):
+        find = _MOVES.get(eqn.primitive.name)
+        if find is not None and (dims := find(eqn)):
             return self._moved(eqn, env, dims)
         return self._looked_up(eqn, env) if eqn.primitive.name == "gather" else None
 
@@ -71,13 +73,8 @@ class WithinStage:
             return [weights.cast(rows, aval_of(eqn.outvars[0]).dtype)]
         if picks_one(eqn):
             return [picked(eqn, operands[0], operands[1])]
-        return in_whole_dims(eqn, operands, mesh)
-
-
-def moving_dims(eqn: Equation) -> tuple[int, ...]:
-    """Return the dims along which an equation moves values; empty for most."""
-    find = _MOVES.get(eqn.primitive.name)
-    return find(eqn) if find is not None else ()
+        indexed = eqn.params["dimension_numbers"].start_index_map
+        return bind(eqn, [make_whole(operands[0], mesh, indexed), *operands[1:]])
 
 
 def all_whole(
@@ -96,23 +93,14 @@ def make_whole(array: Array, mesh: Mesh | AbstractMesh, dims: Collection[int]) -
     return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
 
-def _shape(eqn: Equation) -> tuple[int, ...]:
-    return tuple(aval_of(eqn.invars[0]).shape)
-
-
-def _changed(eqn: Equation) -> tuple[int, ...]:
-    """Return the dims whose size the result does not have."""
-    after = aval_of(eqn.outvars[0]).shape
-    return tuple(d for d, size in enumerate(_shape(eqn)) if size != after[d])
+def _changed(eqn: Equation, part: Atom) -> tuple[int, ...]:
+    """Return the dims whose size the result, or the update, does not have."""
+    sizes = zip(aval_of(eqn.invars[0]).shape, aval_of(part).shape, strict=True)
+    return tuple(d for d, (whole, size) in enumerate(sizes) if whole != size)
 
 
 def _padded(eqn: Equation) -> tuple[int, ...]:
     return tuple(d for d, amounts in enumerate(eqn.params["padding_config"]) if any(amounts))
-
-
-def _updated(eqn: Equation) -> tuple[int, ...]:
-    update = aval_of(eqn.invars[1]).shape
-    return tuple(d for d, size in enumerate(_shape(eqn)) if size != update[d])
 
 
 def _windowed(eqn: Equation) -> tuple[int, ...]:
@@ -126,25 +114,22 @@ def _named(parameter: str) -> Callable[[Equation], tuple[int, ...]]:
     return find
 
 
-def _last(eqn: Equation) -> tuple[int, ...]:
-    return (len(_shape(eqn)) - 1,)
-
-
 _MOVES: dict[str, Callable[[Equation], tuple[int, ...]]] = {
     "rev": _named("dimensions"),
-    "slice": _changed,
-    "dynamic_slice": _changed,
-    "dynamic_update_slice": _updated,
+    "slice": lambda eqn: _changed(eqn, eqn.outvars[0]),
+    "dynamic_slice": lambda eqn: _changed(eqn, eqn.outvars[0]),
+    "dynamic_update_slice": lambda eqn: _changed(eqn, eqn.invars[1]),
     "pad": _padded,
     "concatenate": _named("dimension"),
     "split": _named("axis"),
     "sort": _named("dimension"),
-    "top_k": _last,
+    "top_k": lambda eqn: (len(aval_of(eqn.invars[0]).shape) - 1,),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _named("axis")),
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windowed
     ),
 }
+"""By primitive, what returns the dims along which an equation moves values."""
 
 
 SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
@@ -159,7 +144,7 @@ def divided_rows(
     eqn: Equation, table: Array, indices: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec
 ) -> Array:
     """Look up rows of a table whose rows are sharded: each device in its part, then summed."""
-    axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+    axes = entry_names(spec[0])
     parts = math.prod(mesh.shape[axis] for axis in axes)
     each = table.shape[0] // parts
     divided = NamedSharding(mesh, PartitionSpec(axes, None, *spec[1:]))
@@ -197,12 +182,6 @@ def picked(eqn: Equation, operand: Array, indices: Array) -> Array:
     here = jnp.arange(size, dtype=wanted.dtype) == wanted[..., None]
     elements = jnp.where(here, operand.reshape(shape), jnp.zeros((), operand.dtype)).sum(-1)
     return _filled(eqn, elements, at, size)
-
-
-def in_whole_dims(eqn: Equation, args: list[Array], mesh: Mesh | AbstractMesh) -> list[Array]:
-    """Evaluate a lookup with the dims it indexes whole on every device."""
-    indexed = eqn.params["dimension_numbers"].start_index_map
-    return bind(eqn, [make_whole(args[0], mesh, indexed), *args[1:]])
 
 
 def _takes_rows(eqn: Equation) -> bool:

@@ -68,11 +68,6 @@ class StageContext:
         return MeshView(self.mesh, frozenset({PIPE, *self.batch_axes}))
 
     @property
-    def platform(self) -> str:
-        """The platform of the devices."""
-        return self.view.platform
-
-    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which each device has its own samples."""
         return () if self.draws is None else tuple(self.draws.batch_axes)
@@ -167,6 +162,9 @@ class Stages:
         carry, collected = inputs.message[:num_carry], inputs.message[num_carry:]
         changed: list[BlockRow] = []
         first, count = self._first_and_count(inputs.virtual_stage)
+        # By position of a block's state among its inputs, the result that replaces it.
+        changing = [(row.position, row.stack.result) for row in self.cut.inputs_of("changing")]
+        replaced = {n: result for n, result in changing if result is not None}
         for block in range(self.division.most):
             number = first + block
             row = inputs.weights[block] | inputs.fixed[block] | inputs.changing[block]
@@ -183,16 +181,8 @@ class Stages:
                 # All stages wait for the longest, so padding runs too; its results are dropped.
                 chosen = _choose(block < count, [*carry, *collected], before)
                 carry, collected = chosen[:num_carry], chosen[num_carry:]
-            changed.append(self._changed_rows(results))
+            changed.append({n: results[result] for n, result in replaced.items()})
         return BlockOutputs([*carry, *collected], changed)
-
-    def _changed_rows(self, results: Sequence[Array]) -> BlockRow:
-        """Return the new state of a block from the results of its program."""
-        return {
-            layered.position: results[layered.stack.result]
-            for layered in self.cut.inputs_of("changing")
-            if layered.stack.result is not None
-        }
 
     def _first_and_count(self, virtual_stage: Array) -> tuple[Array, Array | int]:
         """Return the number of a virtual stage's first block, and how many it has."""

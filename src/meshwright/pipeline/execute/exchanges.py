@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 import jax
@@ -37,6 +36,10 @@ class Transfer(Generic[T]):
     values: T
     pairs: Sequence[tuple[int, int]]
     needed: Array | None
+
+    def permuted(self, values: T) -> T:
+        """Return what arrives if these values are sent."""
+        return jax.tree.map(lambda value: lax.ppermute(value, PIPE, self.pairs), values)
 
 
 class ExchangeOrder:
@@ -77,29 +80,24 @@ class ExchangeOrder:
         self._previous, values = looped(needed, named(operation, run), values)
         return values
 
-    def send(self, axis: str, transfer: Transfer[T]) -> T:
-        """Send values along a mesh axis and return what arrives."""
-        permuted, needed, values = (
-            partial(_permuted, axis, transfer),
-            transfer.needed,
-            transfer.values,
-        )
+    def send(self, transfer: Transfer[T]) -> T:
+        """Send values from stage to stage and return what arrives."""
+        permuted, needed, values = transfer.permuted, transfer.needed, transfer.values
         if self._waits:
             always = jnp.ones((), bool) if needed is None else needed
             return self.when(transfer.operation, always, permuted, values)
         send = named(transfer.operation, permuted)
         return send(values) if needed is None else lax.cond(needed, send, lambda v: v, values)
 
-    def exchange(self, axis: str, ahead: Transfer[T], back: Transfer[S]) -> tuple[T, S]:
+    def exchange(self, ahead: Transfer[T], back: Transfer[S]) -> tuple[T, S]:
         """Send values in both directions, as far as needed, and return what arrives."""
         if self._waits or ahead.needed is None or back.needed is None:
-            return self.send(axis, ahead), self.send(axis, back)
+            return self.send(ahead), self.send(back)
         # One question to the host instead of two.
-        send, send_back = partial(_permuted, axis, ahead), partial(_permuted, axis, back)
-        only_send, both_send = (named(op, send) for op in (TickOp.ONLY_SEND, TickOp.BOTH_SEND))
-        only_back, both_back = (
-            named(op, send_back) for op in (TickOp.ONLY_SEND_BACK, TickOp.BOTH_SEND_BACK)
-        )
+        only_send = named(TickOp.ONLY_SEND, ahead.permuted)
+        both_send = named(TickOp.BOTH_SEND, ahead.permuted)
+        only_back = named(TickOp.ONLY_SEND_BACK, back.permuted)
+        both_back = named(TickOp.BOTH_SEND_BACK, back.permuted)
         return lax.switch(
             ahead.needed.astype(jnp.int32) + 2 * back.needed.astype(jnp.int32),
             [
@@ -111,10 +109,6 @@ class ExchangeOrder:
             ahead.values,
             back.values,
         )
-
-
-def _permuted(axis: str, transfer: Transfer[T], values: T) -> T:
-    return jax.tree.map(lambda value: lax.ppermute(value, axis, transfer.pairs), values)
 
 
 def check_exchanges(program: str, mesh: Mesh) -> None:

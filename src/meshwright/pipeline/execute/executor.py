@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.stage_functions import (
     BlockRow,
     LeafValues,
@@ -136,7 +135,6 @@ class StageExecutor:
             carry = self._weight_gradient(carry, row)
         sums = self.constrain(carry.sums)
         arrived, arrived_back = self.order.exchange(
-            PIPE,
             Transfer(TickOp.SEND, sent, self.shape.ring(1), row.sends),
             Transfer(TickOp.SEND_BACK, sent_back, self.shape.ring(-1), row.sends_back),
         )
@@ -149,14 +147,10 @@ class StageExecutor:
         def run(now: tuple[_AfterForward, Message]) -> tuple[_AfterForward, Message]:
             after, _ = now
             microbatch = work.microbatch(op.microbatch)
-            outer = work.values.pick(self.functions.embed_reads)
             message = lax.cond(
                 op.reads < 0,
                 # The compiler refuses branches whose results are sharded differently.
-                named(
-                    TickOp.EMBEDDING,
-                    lambda: lax.optimization_barrier(self.functions.embed(outer, microbatch)),
-                ),
+                named(TickOp.EMBEDDING, lambda: lax.optimization_barrier(work.embed(microbatch))),
                 lambda: read_slot(carry.inbox, op.reads),
             )
             result, kept = work.forward(message, after.changing, op.chunk, microbatch, row.stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,17 +18,15 @@ from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.division import divide_blocks
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
-    BlockRow,
     LeafValues,
     Losses,
     Message,
     Microbatch,
-    StageFunctions,
-    StageValues,
 )
 from meshwright.pipeline.divide.stages import StageContext, Stages
 from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import zeros_like_shapes
+from meshwright.pipeline.execute.stage_work import StageForward
 from meshwright.pipeline.execute.tick_rows import TickOp
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
 from meshwright.pipeline.schedule.timeline import TickTable
@@ -86,7 +85,6 @@ class PipelinedForward:
         self.cut, self.where, self.num_chunks = cut, where, num_chunks
         self.num_stages = where.mesh.shape[PIPE]
         division = divide_blocks(cut.num_blocks, self.num_stages, num_chunks)
-        self._num_blocks = division.most
         self._stages = Stages(cut, where, division)
 
     def __call__(self, leaves: Sequence[Array], microbatches: Sequence[Array]) -> Losses:
@@ -122,13 +120,35 @@ class PipelinedForward:
         state = {leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("changing")}
         weights = self._stages.prepare(stacks, "weight")
         values = self._stages.values(weights, stacks, outer, Microbatch(batch, state))
-        forward = _StageForward(self._stages.functions(outer), values, self._num_blocks)
+        functions = self._stages.functions(outer)
+        forward = StageForward(functions, values, self.num_chunks)
         shape = Shape(batch[0].shape[0], self.num_stages, self.num_chunks)
         pairs, last = shape.ring(1), shape.num_virtual - 1
 
         def microbatch(number: Array) -> Microbatch:
             own = [lax.dynamic_index_in_dim(a, number, 0, keepdims=False) for a in batch]
             return Microbatch(own, state)
+
+        def blocks(arrived: Message, row: ForwardRow, virtual_stage: Array) -> Message:
+            """Run a chunk's blocks on what arrived, or the first chunk on the embedding."""
+            own = microbatch(row.microbatch)
+            message = lax.cond(
+                virtual_stage == 0,
+                # The compiler refuses branches whose results are sharded differently.
+                lambda: lax.optimization_barrier(forward.embed(own)),
+                lambda: lax.optimization_barrier(arrived),
+            )
+            rows = partial(forward.rows, chunk=row.chunk)
+            inputs = BlockInputs(
+                message,
+                rows(values.changing),
+                own,
+                virtual_stage,
+                weights=rows(values.weights),
+                fixed=rows(values.fixed),
+                outer=values.pick(functions.blocks_read),
+            )
+            return functions.blocks(inputs).message
 
         def tick(
             carry: tuple[Message, Losses], row: ForwardRow
@@ -137,12 +157,10 @@ class PipelinedForward:
             virtual_stage = row.chunk * self.num_stages + row.stage
             message = lax.cond(
                 row.microbatch >= 0,
-                lambda: forward.blocks(
-                    message, microbatch(row.microbatch), row.chunk, virtual_stage
-                ),
+                lambda: blocks(message, row, virtual_stage),
                 lambda: message,
             )
-            order = ExchangeOrder(self.where.platform)
+            order = ExchangeOrder(self.where.view.platform)
             losses = order.when(
                 TickOp.HEAD,
                 (row.microbatch >= 0) & (virtual_stage == last),
@@ -152,63 +170,13 @@ class PipelinedForward:
                 losses,
             )
             sent = Transfer(TickOp.SEND, message, pairs, None)
-            return (order.send(PIPE, sent), losses), None
+            return (order.send(sent), losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
         message = zeros_like_shapes(jax.eval_shape(lambda: forward.embed(first)))
         losses = zeros_like_shapes(jax.eval_shape(lambda: forward.losses(message, first)))
         (_, losses), _ = lax.scan(tick, (message, losses), rows)
         return losses
-
-
-@dataclass(frozen=True)
-class _StageForward:
-    """The forward functions of a stage with its leaves.
-
-    Attributes:
-        functions: the model's stages.
-        values: the leaves of this stage.
-        num_blocks: blocks of one chunk.
-    """
-
-    functions: StageFunctions
-    values: StageValues
-    num_blocks: int
-
-    def embed(self, microbatch: Microbatch) -> Message:
-        """Return the input of the first virtual stage."""
-        return self.functions.embed(self.values.pick(self.functions.embed_reads), microbatch)
-
-    def losses(self, message: Message, microbatch: Microbatch) -> Losses:
-        """Return the losses of a microbatch that has passed all blocks."""
-        return self.functions.head(self.values.pick(self.functions.head_reads), message, microbatch)
-
-    def blocks(
-        self, arrived: Message, microbatch: Microbatch, chunk: Array, virtual_stage: Array
-    ) -> Message:
-        """Run a chunk's blocks on the message that arrived, or the first chunk on the embedding."""
-        message = lax.cond(
-            virtual_stage == 0,
-            # The compiler refuses branches whose results are sharded differently.
-            lambda: lax.optimization_barrier(self.embed(microbatch)),
-            lambda: lax.optimization_barrier(arrived),
-        )
-        weights, fixed, changing = (
-            self._rows(stacks, chunk)
-            for stacks in (self.values.weights, self.values.fixed, self.values.changing)
-        )
-        outer = self.values.pick(self.functions.blocks_read)
-        inputs = BlockInputs(weights, fixed, changing, outer, message, microbatch, virtual_stage)
-        return self.functions.blocks(inputs).message
-
-    def _rows(self, stacks: BlockRow, chunk: Array) -> list[BlockRow]:
-        return [
-            {
-                n: lax.dynamic_index_in_dim(a, chunk * self.num_blocks + block, 0, False)
-                for n, a in stacks.items()
-            }
-            for block in range(self.num_blocks)
-        ]
 
 
 def _forward_rows(table: TickTable) -> ForwardRow:

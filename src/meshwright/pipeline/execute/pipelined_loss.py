@@ -10,7 +10,7 @@ import jax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.mesh.axes import PIPE
+from meshwright.mesh.axes import PIPE, entry_names
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.division import divide_blocks
 from meshwright.pipeline.divide.stage_functions import (
@@ -148,7 +148,7 @@ class PipelinedLoss:
             values,
             shape,
             slots,
-            platform=self.where.platform,
+            platform=self.where.view.platform,
             scale=scale,
             constrain=self._constrain,
         )
@@ -254,6 +254,5 @@ class OuterSums:
         if dim is None:
             return PartitionSpec(*entries)
         entries += [None] * (dim + 1 - len(entries))
-        before = entries[dim] or ()
-        entries[dim] = (*((before,) if isinstance(before, str) else before), PIPE)
+        entries[dim] = (*entry_names(entries[dim]), PIPE)
         return PartitionSpec(*entries)

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import jax
 from jax import Array
 
-from meshwright.pipeline.divide.stage_functions import (
-    BlockRow,
-    LeafValues,
-    Losses,
-    Microbatch,
-)
+from meshwright.pipeline.divide.stage_functions import BlockRow, LeafValues, Losses
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.trees import PyTree, TreeDef
 
@@ -80,24 +75,6 @@ class BlockWeights:
 
     rows: list[BlockRow]
     outer: LeafValues
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class CallInputs:
-    """Inputs of a chunk without a gradient, which differ from microbatch to microbatch.
-
-    Attributes:
-        others: the leaves of the message that have no gradient.
-        changing: for each block, the state it replaces.
-        microbatch: batch leaves and outer state of the microbatch.
-        virtual_stage: the number of the virtual stage.
-    """
-
-    others: list[Array]
-    changing: list[BlockRow]
-    microbatch: Microbatch
-    virtual_stage: Array
 
 
 @jax.tree_util.register_dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,8 +44,7 @@ class HeldValues(NamedTuple):
     casts: PyTree = None
 
 
-@dataclass(frozen=True)
-class ForwardValues:
+class ForwardValues(NamedTuple):
     """The results of a forward pass.
 
     Attributes:

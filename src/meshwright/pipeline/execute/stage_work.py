@@ -25,7 +25,6 @@ from meshwright.pipeline.execute.slots import add_row, added, times, zeros_like_
 from meshwright.pipeline.execute.stage_records import (
     BackwardMessage,
     BlockWeights,
-    CallInputs,
     HeadGradient,
     MessageSplit,
 )
@@ -35,7 +34,39 @@ from meshwright.program.trace.precision_policy import zeros_for_sums
 from meshwright.trees import PyTree
 
 
-class StageWork:
+class StageForward:
+    """The forward functions of one stage with its leaves.
+
+    Args:
+        functions: the model's stages.
+        values: the leaves of this stage.
+        num_chunks: pieces of the model on each stage.
+    """
+
+    def __init__(self, functions: StageFunctions, values: StageValues, num_chunks: int) -> None:
+        self.functions, self.values, self.num_chunks = functions, values, num_chunks
+        held = [*values.weights.values(), *values.fixed.values(), *values.changing.values()]
+        self.num_blocks = held[0].shape[0] // num_chunks if held else 1
+
+    def embed(self, microbatch: Microbatch) -> Message:
+        """Return the input of the first virtual stage."""
+        return self.functions.embed(self.values.pick(self.functions.embed_reads), microbatch)
+
+    def losses(self, message: Message, microbatch: Microbatch) -> Losses:
+        """Return the losses of a microbatch that has passed all blocks."""
+        return self.functions.head(self.values.pick(self.functions.head_reads), message, microbatch)
+
+    def rows(self, stacks: BlockRow, chunk: Array) -> list[BlockRow]:
+        """Return a chunk's leaves block by block."""
+        if self.num_chunks > 1:
+            start = chunk * self.num_blocks
+            stacks = {
+                n: lax.dynamic_slice_in_dim(a, start, self.num_blocks) for n, a in stacks.items()
+            }
+        return [{n: a[block] for n, a in stacks.items()} for block in range(self.num_blocks)]
+
+
+class StageWork(StageForward):
     """Forward and backward passes of one stage, each for one microbatch.
 
     Args:
@@ -48,10 +79,12 @@ class StageWork:
     def __init__(
         self, functions: StageFunctions, values: StageValues, shape: Shape, scale: Array | None
     ) -> None:
-        self.functions, self.values, self.shape, self.scale = functions, values, shape, scale
-        held = [*values.weights.values(), *values.fixed.values(), *values.changing.values()]
-        self.num_blocks = held[0].shape[0] // shape.num_chunks if held else 1
-        self.message_shapes = self._message_shapes()
+        super().__init__(functions, values, shape.num_chunks)
+        self.shape, self.scale = shape, scale
+        self._first = jnp.zeros((), jnp.int32)
+        self.message_shapes: Message = jax.eval_shape(
+            lambda: self.embed(self.microbatch(self._first))
+        )
         self.split = MessageSplit.of(self.message_shapes)
         self.vjp = self._differentiate()
         self._casts = self._cast()
@@ -186,23 +219,20 @@ class StageWork:
 
     def _differentiate(self) -> StageVJP:
         def chunk(
-            weights: BlockWeights, fixed: list[BlockRow], floats: list[Array], inputs: CallInputs
+            weights: BlockWeights, fixed: list[BlockRow], floats: list[Array], inputs: BlockInputs
         ) -> tuple[list[Array], tuple[list[Array], list[BlockRow]]]:
-            message, changing = self.functions.blocks(
-                BlockInputs(
-                    weights.rows,
-                    fixed,
-                    inputs.changing,
-                    weights.outer,
-                    self.split.join(floats, inputs.others),
-                    inputs.microbatch,
-                    inputs.virtual_stage,
-                )
+            whole = replace(
+                inputs,
+                message=self.split.join(floats, inputs.message),
+                weights=weights.rows,
+                fixed=fixed,
+                outer=weights.outer,
             )
+            message, changing = self.functions.blocks(whole)
             floats, others = self.split.split(message)
             return floats, (others, changing)
 
-        zero = jnp.zeros((), jnp.int32)
+        zero = self._first
         message = zeros_like_shapes(self.message_shapes)
         held = HeldValues(*self._constant(self.values, zero))
         changing, microbatch = self.values.changing, self.microbatch(zero)
@@ -231,8 +261,8 @@ class StageWork:
     def _constant(self, values: StageValues, chunk: Array) -> tuple[BlockWeights, list[BlockRow]]:
         """Return the weights of a chunk, and its constant leaves."""
         outer = values.pick(self.functions.blocks_read)
-        weights = BlockWeights(self._rows(values.weights, chunk), outer)
-        return weights, self._rows(values.fixed, chunk)
+        weights = BlockWeights(self.rows(values.weights, chunk), outer)
+        return weights, self.rows(values.fixed, chunk)
 
     def _operands(
         self,
@@ -241,31 +271,12 @@ class StageWork:
         chunk: Array,
         microbatch: Microbatch,
         stage: Array,
-    ) -> tuple[list[Array], CallInputs]:
+    ) -> tuple[list[Array], BlockInputs]:
         floats, others = self.split.split(message)
         virtual_stage = chunk * self.shape.num_stages + stage
-        rows = self._rows(changing, chunk)
-        return floats, CallInputs(others, rows, microbatch, virtual_stage)
-
-    def _rows(self, stacks: BlockRow, chunk: Array) -> list[BlockRow]:
-        """Return a chunk's leaves block by block."""
-        if self.shape.num_chunks > 1:
-            start = chunk * self.num_blocks
-            stacks = {
-                n: lax.dynamic_slice_in_dim(a, start, self.num_blocks) for n, a in stacks.items()
-            }
-        return [{n: a[block] for n, a in stacks.items()} for block in range(self.num_blocks)]
-
-    def _message_shapes(self) -> Message:
-        return jax.eval_shape(
-            lambda: self.functions.embed(
-                self.values.pick(self.functions.embed_reads),
-                self.microbatch(jnp.zeros((), jnp.int32)),
-            )
-        )
+        rows = self.rows(changing, chunk)
+        return floats, BlockInputs(others, rows, microbatch, virtual_stage)
 
     def _losses_shape(self) -> Losses:
-        message = zeros_like_shapes(self.message_shapes)
-        microbatch = self.microbatch(jnp.zeros((), jnp.int32))
-        outer = self.values.pick(self.functions.head_reads)
-        return jax.eval_shape(lambda: self.functions.head(outer, message, microbatch))
+        message, first = zeros_like_shapes(self.message_shapes), self.microbatch(self._first)
+        return jax.eval_shape(lambda: self.losses(message, first))

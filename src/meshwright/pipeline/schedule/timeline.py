@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -46,27 +46,22 @@ def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Tim
             else:
                 waiting.discard(stage)
         if not moved and waiting:
-            raise _deadlock(lists, position, sorted(waiting))
+            at = (f"stage {stage} at {lists[stage][position[stage]]}" for stage in sorted(waiting))
+            what = "the stages of this schedule wait for each other forever"
+            raise UserError(what, why=", ".join(at))
     return Timeline(shape, tuple(spans), max(free))
 
 
 def in_flight(lists: Operations) -> list[int]:
     """Return, for each stage, the largest number of activations of one chunk in memory."""
-    return [_most_in_flight(ops) for ops in lists]
-
-
-def _most_in_flight(ops: Sequence[Op]) -> int:
-    held = most = 0
-    for op in ops:
-        held += op.kind is Kind.FORWARD
-        most = max(most, held)
-        held -= op.releases
+    most = [0] * len(lists)
+    for stage, ops in enumerate(lists):
+        held = 0
+        for op in ops:
+            held += op.kind is Kind.FORWARD
+            most[stage] = max(most[stage], held)
+            held -= op.releases
     return most
-
-
-def _deadlock(lists: Operations, position: Sequence[int], waiting: Sequence[int]) -> UserError:
-    positions = ", ".join(f"stage {stage} at {lists[stage][position[stage]]}" for stage in waiting)
-    return UserError("the stages of this schedule wait for each other forever", why=positions)
 
 
 Tick = tuple[tuple[Op, ...], ...]

@@ -16,6 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.mesh.axes import entry_names
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.jaxpr.equations import Equation, Value
 from meshwright.runtime.jax_internals import replaced_constraints
@@ -70,20 +71,13 @@ def _record(x: Any, sharding: Any) -> jax.Array:
     other = ""
     if isinstance(sharding, NamedSharding) and sharding.memory_kind in (None, "device"):
         entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
-        dims = [_recorded_entry(entry) for entry in entries]
+        free = PartitionSpec.UNCONSTRAINED
+        dims = [_FREE if entry is free else list(entry_names(entry)) for entry in entries]
     elif isinstance(sharding, NamedSharding):
         other = f"memory of kind {sharding.memory_kind}"
     else:
         other = type(sharding).__name__
     return checkpoint_name(x, _MARK + json.dumps([dims, other]))
-
-
-def _recorded_entry(entry: Any) -> Any:
-    if entry is PartitionSpec.UNCONSTRAINED:
-        return _FREE
-    if entry is None:
-        return []
-    return list(entry) if isinstance(entry, tuple) else [entry]
 
 
 def _entry_text(names: tuple[str, ...]) -> str:
