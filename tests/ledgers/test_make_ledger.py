@@ -150,7 +150,7 @@ def test_cpus_do_not_show_what_overlaps(on_tensor):
 
 def test_a_program_without_pins_is_noticed(on_fsdp):
     assembled, batch = on_fsdp
-    unpinned = dataclasses.replace(assembled.decision, pins={}, gathers={})
+    unpinned = dataclasses.replace(assembled.decision, activations={}, gathers={})
     step = TrainStep(assembled.traced, unpinned, assembled.plan, assembled.mesh, optax.adamw(1e-3))
     ledger = make_ledger(dataclasses.replace(assembled, step=step), batch)
     assert ledger.suspicious == ["fsdp"]

@@ -108,7 +108,7 @@ def test_batches_lie_on_data_and_fsdp():
 
 def test_one_device_needs_no_pins_and_no_gathers():
     _, found = decision(Residuals, square_loss, vectors(), {})
-    assert (found.pins, found.gathers) == ({}, {})
+    assert (found.activations, found.gathers) == ({}, {})
     assert {p.spec for p in found.at_rest} == {PartitionSpec()}
 
 

@@ -60,17 +60,16 @@ class DataParallel(nnx.Module):
         parameters itself. Such gradients raise an error: their mean would be too large by a factor
         of the number of devices.
         """
+        if reduce_type not in ("mean", "sum"):
+            what = f"Unsupported reduce_type: {reduce_type!r}"
+            raise UserError(what, fix='write "mean" or "sum"')
         if reduce_type == "sum":
             axes = require_axes(axis_name, 'all_reduce_gradients with reduce_type="sum"')
-            _check_unreduced(gradients, axes)
-            return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axes), gradients)
-        if reduce_type == "mean":
+        else:
             axes = resolve_axes(axis_name)
-            _check_unreduced(gradients, axes)
-            if not axes:
-                return gradients
-            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, axes), gradients)
-        raise UserError(f"Unsupported reduce_type: {reduce_type!r}", fix='write "mean" or "sum"')
+        _check_unreduced(gradients, axes)
+        reduce = jax.lax.psum if reduce_type == "sum" else jax.lax.pmean
+        return jax.tree.map(lambda leaf: reduce(leaf, axes), gradients) if axes else gradients
 
     def shard_model_state(
         self, state: PyTree, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"

@@ -74,7 +74,10 @@ def device_grid(
     Axes are laid out from the outermost in the order pipe, data, fsdp, tensor (other names count
     as data), then transposed to the order of ``names``.
     """
-    order = sorted(range(len(names)), key=lambda i: _rank(names[i], i))
+    axes = [resolve_alias(name) for name in names]
+    # Any other name is placed like `data`: outside the axes that need fast links.
+    ranks = [AXES.index(axis if axis in AXES else "data") for axis in axes]
+    order = sorted(range(len(names)), key=lambda i: ranks[i])
     ordered_shape = [shape[i] for i in order]
     grid = _topology_grid(ordered_shape, devices)
     return grid.transpose([order.index(i) for i in range(len(names))])
@@ -121,54 +124,32 @@ def check_same_kind(devices: Sequence[Device]) -> None:
         )
 
 
-def _rank(name: str, position: int) -> tuple[float, int]:
-    axis = resolve_alias(name)
-    # Any other name is placed like `data`: outside the axes that need fast links.
-    return (AXES.index(axis) if axis in AXES else AXES.index("data"), position)
-
-
 def _topology_grid(
     shape: Sequence[int], devices: Sequence[Device]
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    slices = _granules(devices)
-    if len(slices) > 1:
-        return _hybrid_grid(shape, devices, slices)
-    if devices and devices[0].platform == "tpu":
+    # Groups with fast links: TPU slices, or the devices of a process.
+    slices = [getattr(device, "slice_index", None) for device in devices]
+    groups = [d.process_index if s is None else s for d, s in zip(devices, slices, strict=True)]
+    sizes = {groups.count(group) for group in groups}
+    across = split_across(shape, len(set(groups)))
+    is_tpu = bool(devices) and devices[0].platform == "tpu"
+    if len(set(groups)) > 1 and across is not None and len(sizes) == 1 and across[-1] == 1:
+        return mesh_utils.create_hybrid_device_mesh(
+            [size // outer for size, outer in zip(shape, across, strict=True)],
+            across,
+            devices=devices,
+            process_is_granule=None in slices,
+            allow_split_physical_axes=is_tpu,
+        )
+    if len(set(groups)) == 1 and is_tpu:
         # Only a TPU torus has an order better than device ids within one slice.
         return mesh_utils.create_device_mesh(
             tuple(shape), devices=devices, allow_split_physical_axes=True
         )
-    return np.array(sorted(devices, key=_by_process), dtype=object).reshape(tuple(shape))
-
-
-def _granules(devices: Sequence[Device]) -> list[int]:
-    """Return the sizes of the groups with fast links: TPU slices, or the devices of a process."""
-    keys = [_granule_key(device) for device in devices]
-    return [keys.count(key) for key in dict.fromkeys(keys)]
-
-
-def _granule_key(device: Device) -> int:
-    slice_index = getattr(device, "slice_index", None)
-    return device.process_index if slice_index is None else slice_index
-
-
-def _hybrid_grid(
-    shape: Sequence[int], devices: Sequence[Device], granules: Sequence[int]
-) -> np.ndarray[Any, np.dtype[Any]]:
-    across = split_across(shape, len(granules))
-    by_slice = all(getattr(device, "slice_index", None) is not None for device in devices)
-    if across is None or len(set(granules)) > 1 or across[-1] > 1:
-        # The axes do not align with the machines, or only if the innermost one is split: keeping
-        # the devices of each process adjacent crosses machines least.
-        return np.array(sorted(devices, key=_by_process), dtype=object).reshape(tuple(shape))
-    within = [size // outer for size, outer in zip(shape, across, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(
-        within,
-        across,
-        devices=devices,
-        process_is_granule=not by_slice,
-        allow_split_physical_axes=devices[0].platform == "tpu",
-    )
+    # There is one group, or the axes do not align with the groups, or only if the innermost one is
+    # split: keeping the devices of each process adjacent crosses machines least.
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return np.array(ordered, dtype=object).reshape(tuple(shape))
 
 
 def split_across(shape: Sequence[int], granules: int) -> list[int] | None:
@@ -180,7 +161,3 @@ def split_across(shape: Sequence[int], granules: int) -> list[int] | None:
         across.append(share)
         left //= share
     return across if left == 1 else None
-
-
-def _by_process(device: Device) -> tuple[int, int]:
-    return (device.process_index, device.id)

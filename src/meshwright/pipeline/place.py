@@ -12,14 +12,13 @@ from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.division import divide_blocks
 from meshwright.pipeline.divide.stages import StageContext
-from meshwright.pipeline.execute.forward_only import PipelinedForward
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
-from meshwright.pipeline.schedule.schedules import Schedule
-from meshwright.program.evaluate.weight_uses import GatherSpecs
+from meshwright.pipeline.schedule.schedules import get_schedule
+from meshwright.plan import Plan
 from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.mesh_forward import LocalDraws, ProgramLayouts
 from meshwright.program.on_mesh.remat import Remat
-from meshwright.sharding.decide import Decision, batch_axes, decide
+from meshwright.sharding.decide import Decision, batch_axes, decide, gather_specs
 from meshwright.sharding.placement import Placement, on_each_stage
 
 
@@ -39,10 +38,7 @@ def decide_stages(
         at_rest=at_rest,
         optimizer=place_on_stages(cut, decision.optimizer, sizes[PIPE], num_chunks),
         gradients=place_on_stages(cut, decision.gradients, sizes[PIPE], num_chunks),
-        gathers={
-            number: GatherSpecs(at_rest[number].without("fsdp"), at_rest[number].spec)
-            for number in decision.gathers
-        },
+        gathers=gather_specs(decision.gathers, at_rest),
     )
 
 
@@ -68,70 +64,54 @@ def place_on_stages(
 def pipelined_loss(
     cut: BlockCut,
     decision: Decision,
+    plan: Plan,
     mesh: Mesh,
-    schedule: Schedule,
-    num_microbatches: int,
     *,
     remat: Remat,
     wide: bool,
-    sharding: ShardingConfig,
     per_device: BlockCut | None = None,
 ) -> PipelinedLoss:
-    """Return the loss and its gradients as a pipeline on the mesh.
+    """Return the loss and its gradients, computed in the plan's pipeline stages.
 
     Args:
         cut: the loss cut into stages, rows in the order of stages.
         decision: all placements, stacks sharded over the stages.
+        plan: the plan.
         mesh: the mesh.
-        schedule: the schedule.
-        num_microbatches: microbatches between two flushes.
         remat: what blocks save for their backward pass.
         wide: compute in float64, for proofs.
-        sharding: the sharding config.
         per_device: the loss of one device's samples, if gradients are reduced once per update.
     """
+    schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
+    schedule.shape(plan.num_microbatches, plan.size(PIPE))
     inside, draws = decision, None
     if per_device is not None:
         # No batch axis shards the samples of one device.
-        axes = batch_axes(mesh.shape)
-        others = {axis: size for axis, size in mesh.shape.items() if axis not in axes}
-        unsharded = sharding.model_copy(update={"zero": 1})
-        chunks, search = schedule.num_chunks, decision.search
-        inside = decide_stages(per_device, others, unsharded, chunks, search)
+        axes = batch_axes(plan.mesh)
+        others = {axis: size for axis, size in plan.mesh.items() if axis not in axes}
+        unsharded = plan.sharding.model_copy(update={"zero": 1})
+        inside = decide_stages(per_device, others, unsharded, plan.num_chunks, decision.search)
         draws = LocalDraws(decision.classes, inside.classes, axes)
-    context = replace(_stage_context(inside, mesh, remat, wide=wide), draws=draws)
+    context = replace(stage_context(inside, mesh, remat, wide=wide), draws=draws)
     return PipelinedLoss(
         cut,
         context,
         schedule,
-        num_microbatches,
+        plan.num_microbatches,
         sums=[placement.without(PIPE) for placement in inside.gradients],
         gradients=decision.gradients,
         per_device=per_device,
     )
 
 
-def pipelined_forward(
-    cut: BlockCut, decision: Decision, mesh: Mesh, num_chunks: int, *, remat: Remat
-) -> PipelinedForward:
-    """Return the loss alone as a pipeline on the mesh; see `pipelined_loss`."""
-    return PipelinedForward(cut, _stage_context(decision, mesh, remat, wide=False), num_chunks)
-
-
-def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> StageContext:
+def stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> StageContext:
     """Return the layouts inside the pipeline, without the pipe axis."""
     return StageContext(
         mesh=mesh,
         layouts=ProgramLayouts(
-            pins=decision.pins, weights=decision.weights, kernels=decision.kernels
+            activations=decision.activations, weights=decision.weights, kernels=decision.kernels
         ),
-        gathers={
-            number: GatherSpecs(
-                decision.at_rest[number].without("fsdp", PIPE),
-                decision.at_rest[number].without(PIPE),
-            )
-            for number in decision.gathers
-        },
+        gathers=gather_specs(decision.gathers, decision.at_rest, PIPE),
         whole=[placement.without("fsdp", PIPE) for placement in decision.at_rest],
         remat=remat,
         wide=wide,

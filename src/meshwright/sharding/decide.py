@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,11 @@ def decide(
     sharded = place_leaves(traced, classes, tensor, sizes, sharding, staged)
     tensor_only = tuple(placement.gathered("fsdp", "pipe") for placement in sharded)
     without_fsdp = tuple(placement.gathered("fsdp") for placement in sharded)
+    gathered = [
+        number
+        for number, step in enumerate(traced.layout.step_leaves)
+        if sharding.zero == 3 and step.leaf.is_weight and "fsdp" in sharded[number].axes()
+    ]
     axes = batch_axes(sizes)
     layout = activation_layouts(classes, axes, tensor.sharded_dim)
     if not axes and tensor.size == 1:
@@ -115,8 +120,8 @@ def decide(
         at_rest=sharded if sharding.zero == 3 else tensor_only,
         optimizer=sharded,
         gradients=without_fsdp if sharding.zero == 1 else sharded,
-        gathers=_gathers(traced.layout.step_leaves, sharded) if sharding.zero == 3 else {},
-        pins={**find_constraints(classes, layout), **of_model.constraints},
+        gathers=gather_specs(gathered, sharded),
+        activations={**find_constraints(classes, layout), **of_model.constraints},
         local_ops=find_local_ops(classes, layout, axes, tensor.size),
         shared_inputs=find_shared_inputs(classes, tensor.splits, layout),
         loop_reads=find_loop_reads(classes, axes),
@@ -236,9 +241,11 @@ def _names_axes(annotation: Sequence[Any]) -> bool:
     return bool(names) and all(resolve_alias(name) in AXES for name in names)
 
 
-def _gathers(steps: Sequence[StepLeaf], placements: Sequence[Placement]) -> dict[int, GatherSpecs]:
+def gather_specs(
+    numbers: Iterable[int], placements: Sequence[Placement], *manual: str
+) -> dict[int, GatherSpecs]:
+    """Return the layouts of weights sharded over fsdp, where some axes are manual."""
     return {
-        number: GatherSpecs(whole=placement.without("fsdp"), sharded=placement.spec)
-        for number, (step, placement) in enumerate(zip(steps, placements, strict=True))
-        if step.leaf.is_weight and "fsdp" in placement.axes()
+        n: GatherSpecs(placements[n].without("fsdp", *manual), placements[n].without(*manual))
+        for n in numbers
     }

@@ -111,7 +111,7 @@ def _check_heads(classes: DimClasses, leaf: LeafDims, choice: TensorChoice) -> N
     for dim in leaf.dims:
         if not dim or dim[0].id not in classes.heads or dim[0].id in choice.splits:
             continue
-        heads = math.prod(atom.size for atom in reduced_together(classes, dim))
+        heads = math.prod(factor.size for factor in reduced_together(classes, dim))
         if heads < choice.size:
             fits = max(n for n in range(1, heads + 1) if heads % n == 0 and choice.size % n == 0)
             raise UserError(
@@ -230,7 +230,7 @@ def _leaf_choice(
 def _role(leaf: LeafDims, dim: int, candidate: Candidate) -> TensorRole:
     if not leaf.is_kernel:
         return "follows"
-    names = {atom.id for atom in leaf.dims[dim]} & candidate.splits.keys()
+    names = {factor.id for factor in leaf.dims[dim]} & candidate.splits.keys()
     if names & leaf.uses.get("lookup", frozenset()):
         return "vocabulary"
     if names & leaf.uses.get("row", frozenset()):

@@ -31,10 +31,10 @@ ObstacleKind = Literal["", "size", "recurrent", "inside", "attention", "blocked"
 def parts_along(dim: Dim, splits: Mapping[int, int]) -> int:
     """Return the number of contiguous parts of a dim whose classes are sharded like this."""
     parts = 1
-    for atom in dim:
-        atom_parts = splits.get(atom.id, 1)
-        parts *= atom_parts
-        if atom_parts != atom.size:
+    for factor in dim:
+        factor_parts = splits.get(factor.id, 1)
+        parts *= factor_parts
+        if factor_parts != factor.size:
             break
     return parts
 
@@ -67,11 +67,11 @@ class Candidate:
         return frozenset(i for i in self.touched if self.classes.leaves[i].is_kernel)
 
     @cached_property
-    def atoms(self) -> tuple[DimFactor, ...]:
+    def factors(self) -> tuple[DimFactor, ...]:
         """Its classes in the order of the parameters' dims."""
         leaves = (self.classes.leaves[i] for i in self.touched)
-        atoms = (atom for leaf in leaves for dim in leaf.dims for atom in dim)
-        return tuple(dict.fromkeys(atom for atom in atoms if atom.id in self.splits))
+        factors = (factor for leaf in leaves for dim in leaf.dims for factor in dim)
+        return tuple(dict.fromkeys(factor for factor in factors if factor.id in self.splits))
 
     @cached_property
     def cover(self) -> int:
@@ -97,7 +97,7 @@ def reductions_of(classes: DimClasses, name: int) -> frozenset[int]:
 def find_candidates(classes: DimClasses, size: int) -> list[Candidate]:
     """Return every candidate that has a kernel, in the order of the program's inputs."""
     kernel_dims = [dim for leaf in classes.weights if leaf.is_kernel for dim in leaf.dims if dim]
-    sizes = {atom.id: atom.size for dim in kernel_dims for atom in dim}
+    sizes = {factor.id: factor.size for dim in kernel_dims for factor in dim}
     single = [((name, size),) for name in sizes if name not in classes.batch]
     several = [tuple(splits.items()) for splits in _composites(classes, kernel_dims, size)]
     distinct = dict.fromkeys([*single, *several])
@@ -105,7 +105,7 @@ def find_candidates(classes: DimClasses, size: int) -> list[Candidate]:
 
 
 def reduced_together(classes: DimClasses, dim: Dim) -> Dim:
-    """Return the leading atoms of a dim that are only ever reduced together with the first.
+    """Return the leading factors of a dim that are only ever reduced together with the first.
 
     Key heads and the query heads that share one are such a pair: sharding the inner one needs no
     reduction that sharding the outer one does not need as well. The dim inside a head is not:
@@ -116,9 +116,9 @@ def reduced_together(classes: DimClasses, dim: Dim) -> Dim:
     outer = reductions_of(classes, dim[0].id)
     of_heads = dim[0].id in classes.heads
     count = 1
-    for atom in dim[1:]:
-        same_kind = (atom.id in classes.heads) == of_heads
-        if not same_kind or not reductions_of(classes, atom.id) <= outer:
+    for factor in dim[1:]:
+        same_kind = (factor.id in classes.heads) == of_heads
+        if not same_kind or not reductions_of(classes, factor.id) <= outer:
             break
         count += 1
     return dim[:count]
@@ -128,10 +128,10 @@ def _composites(classes: DimClasses, dims: Iterable[Dim], size: int) -> Iterator
     """Yield divisions over several factors of a dim whose first factor alone is too small."""
     for dim in dims:
         rest, splits = size, dict[int, int]()
-        for atom in reduced_together(classes, dim):
-            splits[atom.id] = math.gcd(rest, atom.size)
-            rest //= splits[atom.id]
-            if rest == 1 or splits[atom.id] != atom.size:
+        for factor in reduced_together(classes, dim):
+            splits[factor.id] = math.gcd(rest, factor.size)
+            rest //= splits[factor.id]
+            if rest == 1 or splits[factor.id] != factor.size:
                 break
         if rest == 1 and len(splits) > 1 and not classes.batch & splits.keys():
             yield splits
@@ -159,20 +159,21 @@ def _candidate(
 
 
 def _place(leaf: LeafDims, splits: Mapping[int, int], size: int) -> int | None:
-    dims = _dims_with(leaf, splits)
+    dims = dims_with(leaf, splits)
     fits = len(dims) == 1 and parts_along(leaf.dims[dims[0]], splits) == size
     return dims[0] if fits else None
 
 
-def _dims_with(leaf: LeafDims, splits: Mapping[int, int]) -> list[int]:
-    return [d for d, dim in enumerate(leaf.dims) if any(atom.id in splits for atom in dim)]
+def dims_with(leaf: LeafDims, splits: Mapping[int, int]) -> list[int]:
+    """Return the dims of a leaf that have one of these classes."""
+    return [d for d, dim in enumerate(leaf.dims) if any(factor.id in splits for factor in dim)]
 
 
 def _obstacle(
     classes: DimClasses, splits: Mapping[int, int], sizes: Mapping[int, int], touched: Sequence[int]
 ) -> ObstacleKind:
     leaves = [classes.leaves[i] for i in touched]
-    if any(len(_dims_with(leaf, splits)) > 1 for leaf in leaves):
+    if any(len(dims_with(leaf, splits)) > 1 for leaf in leaves):
         return "recurrent"
     if classes.inside_heads & splits.keys():
         return "attention"
@@ -187,15 +188,15 @@ def _obstacle(
 
 def _is_inside(dim: Dim, splits: Mapping[int, int]) -> bool:
     """Whether an unsharded factor precedes a sharded one."""
-    divided = [atom.id in splits for atom in dim]
+    divided = [factor.id in splits for factor in dim]
     return divided != sorted(divided, reverse=True)
 
 
 def _pattern(classes: DimClasses, splits: Mapping[int, int], touched: Sequence[int]) -> Pattern:
     """Return where the candidate occurs, with ``*`` for block numbers."""
     places = {
-        (re.sub(r"[0-9]+", "*", leaf.path), d, tuple(atom.size for atom in leaf.dims[d]))
+        (re.sub(r"[0-9]+", "*", leaf.path), d, tuple(factor.size for factor in leaf.dims[d]))
         for leaf in (classes.leaves[i] for i in touched)
-        for d in _dims_with(leaf, splits)
+        for d in dims_with(leaf, splits)
     }
     return tuple(sorted(splits.values())), frozenset(places)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from meshwright.program.dims.classes import DimClasses, LeafDims
 from meshwright.program.dims.factors import DimFactor
-from meshwright.sharding.tensor_candidates import Candidate
+from meshwright.sharding.tensor_candidates import Candidate, dims_with
 
 TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replicated"]
 """The role of the dim that the tensor axis shards."""
@@ -29,10 +29,10 @@ def product_of(classes: DimClasses, dim: Iterable[DimFactor]) -> str:
     Each kind of factor is named once, and a factor after heads is the size of a head.
     """
     factors: list[str] = []
-    for atom in dim:
-        named = _named(classes, atom)
+    for factor in dim:
+        named = _named(classes, factor)
         known = named in factors or any(other.endswith(" heads") for other in factors)
-        factors.append(str(atom.size) if known else named)
+        factors.append(str(factor.size) if known else named)
     return " × ".join(factors)
 
 
@@ -73,17 +73,17 @@ def why_whole(
     return _rival(classes, candidate, rival, size)
 
 
-def _named(classes: DimClasses, atom: DimFactor) -> str:
-    if atom.id in classes.heads:
-        return f"{atom.size} heads"
-    if atom.id in classes.channels:
-        return f"{atom.size} channels"
-    return f"vocabulary {atom.size}" if atom.id in classes.vocabularies else str(atom.size)
+def _named(classes: DimClasses, factor: DimFactor) -> str:
+    if factor.id in classes.heads:
+        return f"{factor.size} heads"
+    if factor.id in classes.channels:
+        return f"{factor.size} channels"
+    return f"vocabulary {factor.size}" if factor.id in classes.vocabularies else str(factor.size)
 
 
 def _obstacle(classes: DimClasses, leaf: LeafDims, candidate: Candidate, size: int) -> str:
     """Return why a candidate can never be used."""
-    factors = product_of(classes, candidate.atoms)
+    factors = product_of(classes, candidate.factors)
     match candidate.obstacle:
         case "size":
             verb = "are" if factors.endswith((" heads", " channels")) else "is"
@@ -111,7 +111,7 @@ def _obstacle(classes: DimClasses, leaf: LeafDims, candidate: Candidate, size: i
 
 def _rival(classes: DimClasses, candidate: Candidate, rival: Candidate | None, size: int) -> str:
     """Return why a candidate that could be used was rejected."""
-    factors = product_of(classes, candidate.atoms)
+    factors = product_of(classes, candidate.factors)
     if rival is None:
         # Repeated blocks are sharded alike.
         return f"another block cannot be sharded along {factors}"
@@ -125,14 +125,10 @@ def _rival(classes: DimClasses, candidate: Candidate, rival: Candidate | None, s
 
 def _recurrent_leaf(candidate: Candidate, leaf: LeafDims) -> str | None:
     """Return the leaf two of whose dims are one class: None for this leaf, else a path."""
-
-    def count(owner: LeafDims) -> int:
-        return sum(any(atom.id in candidate.splits for atom in dim) for dim in owner.dims)
-
-    if count(leaf) > 1:
+    if len(dims_with(leaf, candidate.splits)) > 1:
         return None
     owners = (candidate.classes.leaves[i] for i in candidate.touched)
-    return next(owner.path for owner in owners if count(owner) > 1)
+    return next(owner.path for owner in owners if len(dims_with(owner, candidate.splits)) > 1)
 
 
 def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[DimFactor, ...]]:
@@ -140,7 +136,7 @@ def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[DimFac
     kernels_first = sorted(candidate.touched, key=lambda i: i not in candidate.kernels)
     for owner in (leaf, *(candidate.classes.leaves[i] for i in kernels_first)):
         for dim in owner.dims:
-            split = [atom.id in candidate.splits for atom in dim]
+            split = [factor.id in candidate.splits for factor in dim]
             if any(split) and not split[0]:
                 return owner, dim
     raise AssertionError("the candidate is inside no dim")

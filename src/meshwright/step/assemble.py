@@ -16,15 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from meshwright.config.batch import GLOBAL_BATCH_SIZE
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import Device, build_mesh
-from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.pipeline_report import PipelineReport, pipeline_report
 from meshwright.pipeline.place import pipelined_loss
-from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
-from meshwright.program.kernels.find_kernels import find_kernels, unsharded
-from meshwright.program.on_mesh.mesh_forward import Forward, LocalDraws, local_forward
-from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.build_model import (
     ModelSource,
     abstract_model,
@@ -38,7 +33,7 @@ from meshwright.program.trace.replaced_jax import device_reads
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing
-from meshwright.sharding.decide import Decision, batch_axes, dim_classes
+from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
 from meshwright.step.place_batch import place_batch
@@ -46,7 +41,7 @@ from meshwright.step.state import TrainState
 from meshwright.step.step_program import (
     StepProgram,
     decide_program,
-    kernel_search,
+    local_forward,
     per_device_program,
     planned_remat,
     step_program,
@@ -259,9 +254,17 @@ def _step(
 ) -> TrainStep:
     local = pipeline = None
     if program.cut is not None:
-        pipeline = _pipeline(program, local_program, decision, plan, mesh, wide=wide)
+        pipeline = pipelined_loss(
+            program.cut,
+            decision,
+            plan,
+            mesh,
+            remat=planned_remat(decision, plan),
+            wide=wide,
+            per_device=None if local_program is None else local_program.cut,
+        )
     elif local_program is not None:
-        local = _local_forward(local_program.traced, decision, plan, mesh, wide=wide)
+        local = local_forward(local_program.traced, decision, plan, mesh, wide=wide)
     return TrainStep(
         program.traced,
         decision,
@@ -303,45 +306,6 @@ def _batch_statistic(traced: TracedLoss) -> str | None:
             if any(n >= len(traced.layout.step_leaves) for n in read):
                 return leaf.path
     return None
-
-
-def _pipeline(
-    program: StepProgram,
-    local_program: StepProgram | None,
-    decision: Decision,
-    plan: Plan,
-    mesh: Mesh,
-    *,
-    wide: bool,
-) -> PipelinedLoss:
-    """Return the loss and its gradients, computed in the plan's pipeline stages."""
-    assert program.cut is not None
-    schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
-    schedule.shape(plan.num_microbatches, plan.size("pipe"))
-    return pipelined_loss(
-        program.cut,
-        decision,
-        mesh,
-        schedule,
-        plan.num_microbatches,
-        remat=planned_remat(decision, plan),
-        wide=wide,
-        sharding=plan.sharding,
-        per_device=None if local_program is None else local_program.cut,
-    )
-
-
-def _local_forward(
-    traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool
-) -> Forward:
-    """Return the loss of one device's samples."""
-    classes = dim_classes(traced)
-    draws = LocalDraws(decision.classes, classes, batch_axes(plan.mesh))
-    remat = choose_remat(plan.sharding.remat, keep_gathered=True)
-    search = kernel_search(plan, mesh)
-    # A device sees only its own samples: no axis shards them again.
-    kernels = find_kernels(traced, classes, unsharded, search)
-    return local_forward(traced, draws, mesh, remat, wide=wide, kernels=kernels)
 
 
 def _microbatch(batch: Batch, plan: Plan) -> Batch:

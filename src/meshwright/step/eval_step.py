@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright.compiled.compile_program import compile_program
 from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchanges import check_exchanges
-from meshwright.pipeline.place import pipelined_forward
+from meshwright.pipeline.execute.forward_only import PipelinedForward
+from meshwright.pipeline.place import stage_context
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.trace.layout import Layout
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
@@ -168,9 +169,8 @@ def _staged(assembled: Assembled, program: StepProgram, count: int) -> Evaluate:
     plan, mesh, cut = assembled.plan, assembled.mesh, program.cut
     assert cut is not None
     decision = decide_program(program, plan, mesh)
-    forward = pipelined_forward(
-        cut, decision, mesh, plan.num_chunks, remat=planned_remat(decision, plan)
-    )
+    context = stage_context(decision, mesh, planned_remat(decision, plan), wide=False)
+    forward = PipelinedForward(cut, context, plan.num_chunks)
 
     def run(leaves: Sequence[Any], batch: Sequence[Any]) -> dict[str, Weighted]:
         microbatches = split_strided(batch, count, mesh, decision.batch)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.errors import Setting, UserError
 from meshwright.pipeline.divide.block_cut import BlockCut
@@ -16,8 +16,14 @@ from meshwright.plan import Plan
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims.sample_mean import check_mean
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.kernels.find_kernels import KernelSearch
-from meshwright.program.on_mesh.mesh_forward import Forward, LocalDraws, mesh_evaluator, weight_uses
+from meshwright.program.kernels.find_kernels import KernelSearch, find_kernels, unsharded
+from meshwright.program.on_mesh.mesh_forward import (
+    Forward,
+    LocalDraws,
+    ProgramLayouts,
+    mesh_evaluator,
+    weight_uses,
+)
 from meshwright.program.on_mesh.remat import Remat, choose_remat
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
@@ -154,6 +160,29 @@ def forward_on(
     whole = [placement.without("fsdp") for placement in decision.at_rest]
     uses = weight_uses(traced, decision.gathers, whole)
     evaluator = mesh_evaluator(view, uses, remat, decision, wide=wide)
+    return Forward(traced, evaluator, remat)
+
+
+def local_forward(
+    traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool
+) -> Forward:
+    """Return the loss of one device's samples, inside a `jax.shard_map` over the batch axes.
+
+    Inside there is only this device, so nothing is sharded.
+    """
+    classes = dim_classes(traced)
+    draws = LocalDraws(decision.classes, classes, batch_axes(plan.mesh))
+    remat = choose_remat(plan.sharding.remat, keep_gathered=True)
+    kernels = find_kernels(traced, classes, unsharded, kernel_search(plan, mesh))
+    evaluator = mesh_evaluator(
+        MeshView(mesh, frozenset(draws.batch_axes)),
+        weight_uses(traced, {}, [PartitionSpec()] * len(traced.layout.step_leaves)),
+        remat,
+        ProgramLayouts(kernels=kernels),
+        wide=wide,
+        first=[draws.draw],
+        lookups=False,
+    )
     return Forward(traced, evaluator, remat)
 
 

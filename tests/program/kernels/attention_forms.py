@@ -234,7 +234,7 @@ NOT_REPLACED = {
     "data_mask": (data_mask, "its mask depends on data"),
     "soft_cap": (by_hand(soft_cap), "tanh"),
     "over_heads": (over_heads, "batch dim"),
-    "over_queries": (over_queries, "sums over something else than the keys"),
+    "over_queries": (over_queries, "sums over something other than the keys"),
     "weights_read": (by_hand(end=read_twice), "read elsewhere"),
     "printed": (by_hand(printed), "read by"),
     "printed_weights": (by_hand(end=printed_weights), "read elsewhere"),

@@ -56,7 +56,7 @@ def assembled(mesh, *specs, wide=False, **options):
 )
 def test_constraints_are_followed_under_the_names_of_the_mesh(spec, expected):
     step = assembled(BOTH, spec)
-    assert expected in step.decision.pins.values()
+    assert expected in step.decision.activations.values()
     assert not step.decision.ignored
 
 
@@ -125,7 +125,7 @@ def test_a_jitted_part_that_was_called_before_is_followed_too():
     build = lambda: Jitted(rngs=nnx.Rngs(0))  # noqa: E731
     step = put_together(build, square_loss, vectors(), BOTH, wide=False)
     assert "sharding_constraint" not in str(step.traced.closed)
-    assert P(("data", "fsdp"), "tensor") in step.decision.pins.values()
+    assert P(("data", "fsdp"), "tensor") in step.decision.activations.values()
 
 
 @pytest.mark.full

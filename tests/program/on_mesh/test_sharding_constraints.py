@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
 def constraints(build, loss, batch, sizes, *, rolled=False, compute=None):
     """Return (shape, spec) of every constrained variable, and the program."""
     _, traced = trace(build, loss, batch, compute, rolled=rolled)
-    found = decide(traced, sizes, ShardingConfig(min_shard_size=0)).pins
+    found = decide(traced, sizes, ShardingConfig(min_shard_size=0)).activations
     return traced, found
 
 

@@ -203,11 +203,12 @@ class StageExecutor:
             back = read_slot(carry.gradients, op.reads)
             held, saved = work.held(op.chunk), read_slot(carry.saved, op.saved)
             if self.slots.splits_backward:
-                gradient, cut = work.input_gradient(held, saved, back)
-                cuts = write_slot(cuts, cut, op.cut)
+                values, cut = work.vjp.input_gradient(held, saved, back.values)
+                cuts = write_slot(cuts, replace(back, values=cut), op.cut)
             else:
-                weights, gradient = work.backward(held, saved, back)
+                weights, values = work.vjp.backward(held, saved, back.values)
                 sums = work.add(sums, weights, op.chunk, back.weight)
+            gradient = replace(back, values=values)
             if self._nests:
                 sums = self._embed_gradient(sums, gradient, row)
             return sums, cuts, gradient
@@ -236,7 +237,8 @@ class StageExecutor:
         def run(sums: BlockWeights) -> BlockWeights:
             cut = read_slot(carry.cuts, op.cut)
             saved = read_slot(carry.saved, op.saved)
-            weights = self.work.weight_gradient(self.work.held(op.chunk), saved, cut)
+            held = self.work.held(op.chunk)
+            weights = self.work.vjp.weight_gradient(held, saved, cut.values)
             return self.work.add(sums, weights, op.chunk, cut.weight)
 
         sums = self.order.when(TickOp.WEIGHT, op.microbatch >= 0, run, self._block_sums(carry))

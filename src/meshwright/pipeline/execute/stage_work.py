@@ -160,26 +160,6 @@ class StageWork(StageForward):
         rest = None if self.scale is None else weight
         return HeadGradient(losses, gradients, BackwardMessage(back, rest))
 
-    def backward(
-        self, held: HeldValues, saved: list[Array], back: BackwardMessage
-    ) -> tuple[BlockWeights, BackwardMessage]:
-        """Return the gradients of a chunk's weights and of its message."""
-        weights, gradient = self.vjp.backward(held, saved, back.values)
-        return weights, BackwardMessage(gradient, back.weight)
-
-    def input_gradient(
-        self, held: HeldValues, saved: list[Array], back: BackwardMessage
-    ) -> tuple[BackwardMessage, BackwardMessage]:
-        """Return the gradient of a chunk's message, and what the weight gradient needs."""
-        gradient, cut = self.vjp.input_gradient(held, saved, back.values)
-        return BackwardMessage(gradient, back.weight), BackwardMessage(cut, back.weight)
-
-    def weight_gradient(
-        self, held: HeldValues, saved: list[Array], cut: BackwardMessage
-    ) -> BlockWeights:
-        """Return the gradients of a chunk's weights."""
-        return self.vjp.weight_gradient(held, saved, cut.values)
-
     def embed_gradient(self, number: Array, back: BackwardMessage) -> LeafValues:
         """Return the gradients of the weights that the embedding reads."""
         microbatch = self.microbatch(number)

@@ -145,7 +145,7 @@ class ValueProduct:
         batch: list[Role] = [("batch", n) for n in range(len(scores.order))]
         summed = [self.roles[d] for d in contracting[self._side]]
         if sorted(self._batch) != batch or summed != [("key", scores.key_positions)]:
-            raise NotReplaced("its second product sums over something else than the keys")
+            raise NotReplaced("its second product sums over something other than the keys")
         if len(free_dims(self.eqn, 1 - self._side)) != 1:
             raise NotReplaced("its values have several dims of channels")
 

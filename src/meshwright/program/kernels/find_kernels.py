@@ -40,16 +40,15 @@ class Kernels:
 
     Attributes:
         regions: by first result of the equation at whose place a region is evaluated.
-        interior: the variables that are not computed any more.
-        elsewhere: results that are computed at another equation than their own.
+        skipped: variables whose equations are skipped: those that are not computed any more, and
+            results that are computed at another equation than their own.
         uses: all regions that look like known ones, replaced or not.
         rows: whether products join all dims of activations but their features.
         sums_in_parts: whether the gradients of vectors are summed in two steps.
     """
 
     regions: Mapping[Var, Region] = field(default_factory=dict[Var, Region])
-    interior: frozenset[Var] = frozenset()
-    elsewhere: frozenset[Var] = frozenset()
+    skipped: frozenset[Var] = frozenset()
     uses: tuple[Substitution, ...] = ()
     rows: bool = False
     sums_in_parts: bool = False
@@ -100,11 +99,13 @@ def find_kernels(
     consts = dict(zip(traced.closed.jaxpr.constvars, traced.closed.consts, strict=True))
     for scope in scopes(classes.root, consts):
         finder.search(scope)
-    interior = [v for region in finder.regions for v in region.interior]
+    skipped = set(finder.dead)
+    for region in finder.regions:
+        made = {v for eqn in region.eqns for v in eqn.outvars}.union(region.outputs)
+        skipped |= made - set(region.outputs).intersection(region.place.eqn.outvars)
     return Kernels(
         {region.place.eqn.outvars[0]: region for region in finder.regions},
-        frozenset(finder.dead.union(interior)),
-        frozenset(v for r in finder.regions for v in r.outputs if v not in r.place.eqn.outvars),
+        frozenset(skipped),
         tuple(finder.uses),
         rows=search.rows,
         sums_in_parts=True,
@@ -128,10 +129,9 @@ class _Finder:
         for product in projections(graph, program):
             self._try("loss", program, product, self._loss, graph, program, product)
         for root in norms(graph):
-            self._try("norm", program, root, _rowwise, graph, "norm", match_norm, root)
+            self._try("norm", program, root, _rowwise, graph, match_norm, root)
         for anchor in activations(graph):
-            arguments = graph, "activation", match_activation, anchor
-            self._try("activation", program, anchor, _rowwise, *arguments)
+            self._try("activation", program, anchor, _rowwise, graph, match_activation, anchor)
 
     def _try(
         self,
@@ -172,7 +172,6 @@ class _Finder:
         if name == "cudnn":
             check_cudnn(operands, self.kernels.platform, planned=self.kernels.planned)
         return Region(
-            "attention",
             module_name(match.eqns),
             match.eqns,
             inputs,
@@ -191,7 +190,6 @@ class _Finder:
         fused = is_fused(match, graded)
         layout = self.layout(program, match.hidden)
         return Region(
-            "loss",
             module_name([product]),
             match.eqns,
             inputs,
@@ -202,17 +200,13 @@ class _Finder:
 
 
 def _rowwise(
-    graph: Graph,
-    kind: str,
-    find: Callable[[Graph, Equation], RowwiseMatch | None],
-    anchor: Equation,
+    graph: Graph, find: Callable[[Graph, Equation], RowwiseMatch | None], anchor: Equation
 ) -> Region | None:
     match = find(graph, anchor)
     if match is None:
         return None
     inputs = (*match.activations, *match.vectors)
     return Region(
-        kind,
         module_name(match.eqns),
         match.skipped,
         inputs,

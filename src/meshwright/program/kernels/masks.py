@@ -103,24 +103,20 @@ def read_mask(
 
 
 def before_broadcast(
-    scope: Scope, atom: Atom, dims: Sequence[_Dim | None]
+    scope: Scope, atom: Atom, dims: Sequence[_Dim | None], *, outside: bool = True
 ) -> tuple[Scope, Atom, list[_Dim | None]]:
-    """Return a value before it is broadcast: its scope, it, and which of ``dims`` its dims are."""
+    """Return a value before it is broadcast: its scope, it, and which of ``dims`` its dims are.
+
+    Unless ``outside``, it is followed only as far as this scope has it.
+    """
     mapped = list(dims)
-    scope, atom = scope.origin(atom)
+    scope, atom = scope.origin(atom) if outside else (scope, atom)
     while (eqn := scope.graph.made_by(atom, "broadcast_in_dim")) is not None:
-        mapped = dims_before(eqn, mapped)
-        scope, atom = scope.origin(eqn.invars[0])
+        source = eqn.invars[0]
+        to = zip(eqn.params["broadcast_dimensions"], aval_of(source).shape, strict=True)
+        mapped = [mapped[dim] if size > 1 else None for dim, size in to]
+        scope, atom = scope.origin(source) if outside else (scope, source)
     return scope, atom, mapped
-
-
-def dims_before(broadcast: Equation, dims: Sequence[_Dim | None]) -> list[_Dim | None]:
-    """Return which of ``dims``, those of its result, the dims of a broadcast's operand are."""
-    sizes = aval_of(broadcast.invars[0]).shape
-    return [
-        dims[to] if size > 1 else None
-        for to, size in zip(broadcast.params["broadcast_dimensions"], sizes, strict=True)
-    ]
 
 
 def _classify(

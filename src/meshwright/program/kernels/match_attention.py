@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ from meshwright.program.kernels.masks import (
     Allowed,
     MaskKind,
     before_broadcast,
-    dims_before,
     merge,
     read_mask,
 )
@@ -153,7 +152,7 @@ class _Match:
                     break
                 return
             atom = next((a for a in eqn.invars[::-1] if not isinstance(a, Literal)), eqn.invars[0])
-        raise NotReplaced("its softmax subtracts something else than the maximum")
+        raise NotReplaced("its softmax subtracts something other than the maximum")
 
     def _varies_along(self, atom: Atom, dim: int) -> bool:
         """Whether a value is not just repeated along a dim."""
@@ -353,21 +352,13 @@ class _Match:
             if any(c.documents for c in found):
                 if mask.kind != "allowed":
                     raise NotReplaced("its mask depends on data")
-                of_documents.append(self._small_mask(mask.atom, dims))
+                _, small, own = before_broadcast(self.scope, mask.atom, dims, outside=False)
+                assert isinstance(small, Var)
+                of_documents.append((small, tuple(own)))
         if len(of_documents) > 1:
             raise NotReplaced("several masks depend on data")
         allowed = merge(conditions)
         return (allowed, *of_documents[0]) if of_documents else (allowed, None, ())
-
-    def _small_mask(
-        self, mask: Atom, dims: Sequence[int | None]
-    ) -> tuple[Var, tuple[int | None, ...]]:
-        """Return a mask before it is broadcast, as far as this program has it."""
-        mapped = list(dims)
-        while (eqn := self.graph.made_by(mask, "broadcast_in_dim")) is not None:
-            mapped, mask = dims_before(eqn, mapped), eqn.invars[0]
-        assert isinstance(mask, Var)
-        return mask, tuple(mapped)
 
 
 class _Step(NamedTuple):

@@ -179,7 +179,7 @@ def _narrow_chain(graph: Graph, atom: Atom, shape: tuple[int, ...]) -> list[Equa
             break
         eqns.append(eqn)
         atom = eqn.invars[0]
-    raise NotReplaced("it subtracts something else than a mean")
+    raise NotReplaced("it subtracts something other than a mean")
 
 
 def _leaf(graph: Graph, atom: Atom, shape: tuple[int, ...], eqns: list[Equation]) -> Var | None:

@@ -84,7 +84,6 @@ class Region:
     """Equations that one kernel evaluates together.
 
     Attributes:
-        kind: what they compute, such as ``attention``.
         module: the innermost module they belong to.
         eqns: the equations that are not evaluated as written, in program order.
         inputs: the variables they read from outside that the kernel reads too.
@@ -94,7 +93,6 @@ class Region:
         detail: what is special about this one, such as ``causal``.
     """
 
-    kind: str
     module: str
     eqns: tuple[Equation, ...]
     inputs: tuple[Var, ...]
@@ -102,11 +100,6 @@ class Region:
     place: EvaluationPoint
     kernel: Kernel
     detail: str = ""
-
-    @property
-    def interior(self) -> set[Var]:
-        """The variables that are not computed any more."""
-        return {v for eqn in self.eqns for v in eqn.outvars} - set(self.outputs)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from meshwright.errors import Setting, UserError
 from meshwright.program.blocks.block_lists import BlockSegment, Outside, cut_segments
@@ -49,7 +49,7 @@ class ProgramLayouts:
     """What is known of a program's variables on a mesh.
 
     Attributes:
-        pins: layouts of activations.
+        activations: layouts of activations.
         local_ops: operations that devices run on their own samples.
         shared_inputs: activations whose gradients several products add up.
         loop_reads: operations that read weights in loops, and treat samples by themselves.
@@ -57,7 +57,7 @@ class ProgramLayouts:
         kernels: regions of the program that kernels evaluate.
     """
 
-    pins: Mapping[Var, PartitionSpec] = field(default_factory=dict[Var, PartitionSpec])
+    activations: Mapping[Var, PartitionSpec] = field(default_factory=dict[Var, PartitionSpec])
     local_ops: Mapping[Var, LocalOp] = field(default_factory=dict[Var, LocalOp])
     shared_inputs: Mapping[Var, SharedInput] = field(default_factory=dict[Var, SharedInput])
     loop_reads: LoopReads = NO_LOOP_READS
@@ -154,7 +154,7 @@ def mesh_evaluator(
         lookups: whether the gradients of lookups need a layout.
     """
     kernels = layouts.kernels
-    shardings = {v: mesh.sharding(spec) for v, spec in layouts.pins.items()}
+    shardings = {v: mesh.sharding(spec) for v, spec in layouts.activations.items()}
     rules = [
         *first,
         KernelRule(mesh, kernels, shardings),
@@ -169,14 +169,13 @@ def mesh_evaluator(
         # The compiler of CPUs drops the barriers that keep blocks apart.
         LayerScans(remat, by_block=mesh.platform != "cpu"),
     ]
-    skipped = kernels.interior | kernels.elsewhere
     return Evaluator(
         [*rules, *WIDE_RULES] if wide else rules,
         numerics=Float64() if wide else None,
         weights=Weights(
             uses, layouts.weights, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),
-        constraints={v: sharding for v, sharding in shardings.items() if v not in skipped},
+        constraints={v: s for v, s in shardings.items() if v not in kernels.skipped},
     )
 
 
@@ -210,36 +209,6 @@ def weight_uses(
         if not isinstance(atom, Literal) and atom in uses
     )
     return {variable: replace(use, shared=reads[use.leaf] > 1) for variable, use in uses.items()}
-
-
-def local_forward(
-    traced: TracedLoss,
-    draws: LocalDraws,
-    mesh: Mesh,
-    remat: Remat,
-    *,
-    wide: bool,
-    kernels: Kernels = NO_KERNELS,
-) -> Forward:
-    """Return the loss of one device's samples, inside a `jax.shard_map` over the batch axes.
-
-    Args:
-        traced: the loss, traced for one device's part of a microbatch.
-        draws: its random numbers.
-        mesh: the mesh.
-        remat: what blocks save for their backward pass.
-        wide: compute in float64.
-        kernels: regions that kernels evaluate.
-    """
-    # Inside `shard_map` there is only this device, so nothing is sharded.
-    unsharded = [PartitionSpec()] * len(traced.layout.step_leaves)
-    view = MeshView(mesh, frozenset(draws.batch_axes))
-    uses = weight_uses(traced, {}, unsharded)
-    layouts = ProgramLayouts(kernels=kernels)
-    evaluator = mesh_evaluator(
-        view, uses, remat, layouts, wide=wide, first=[draws.draw], lookups=False
-    )
-    return Forward(traced, evaluator, remat)
 
 
 class LocalDraws:

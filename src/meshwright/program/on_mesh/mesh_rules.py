@@ -98,7 +98,7 @@ class AddWeights:
 
 @dataclass(frozen=True)
 class GroupedConvolutions:
-    """Divides grouped convolutions over every mesh axis; see `grouped_convolutions`.
+    """Shards grouped convolutions over every mesh axis; see `grouped_convolutions`.
 
     Attributes:
         mesh: where the program runs.
@@ -234,8 +234,8 @@ class KernelRule:
         first = eqn.outvars[0] if eqn.outvars else None
         region = self.kernels.regions.get(first) if first is not None else None
         if region is None:
-            skipped = first in self.kernels.interior or first in self.kernels.elsewhere
             # Nothing reads what is not computed: regions with readers outside are not replaced.
+            skipped = first in self.kernels.skipped
             return [env.values.get(v) for v in eqn.outvars] if skipped else None
         env.evaluator.equations(region.place.ahead, env)
         results = dict(zip(region.outputs, region.kernel(region, env, self.mesh), strict=True))
