@@ -201,9 +201,11 @@ def key_of(lowered: Any, compiler_options: Mapping[str, Any]) -> str:
 
     Names of modules are part of it, lines of source files are not.
     """
-    devices = jax.devices()
+    text, devices = lowered.as_text(debug_info=True), jax.devices()
+    names = dict(_NAMED.findall(text))
+    named = _REFERENCE.sub(lambda match: f"loc({names.get(match[1], '')})", text)
     depends_on = {
-        "program": _without_lines(lowered.as_text(debug_info=True)),
+        "program": _INNER.sub("", _DEFINITION.sub("", named)),
         "options": sorted(map(repr, {**compiler_options, **compiler_options_of(lowered)}.items())),
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         "versions": [package_versions(), devices[0].client.platform_version],
@@ -251,10 +253,3 @@ def _folder() -> Path:
     """Return the folder of texts: inside of JAX's, if that is on this machine."""
     folder = disk_cache() or ""
     return (default_folder() if "://" in folder else Path(folder)) / "texts"
-
-
-def _without_lines(text: str) -> str:
-    """Return a program with the names of its operations, and without the lines they are from."""
-    names = dict(_NAMED.findall(text))
-    named = _REFERENCE.sub(lambda match: f"loc({names.get(match[1], '')})", text)
-    return _INNER.sub("", _DEFINITION.sub("", named))

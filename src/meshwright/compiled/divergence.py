@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from meshwright.compiled.hlo import Computation, Instruction, Program, parse_hlo, trip_count
 from meshwright.compiled.participants import MeshAxes, parse_replica_groups
-from meshwright.program.jaxpr.names import module_of
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """A collective-permute in a branch or in a loop of unknown length.
-
-    Attributes:
-        module: path of the module it belongs to; empty if it belongs to none.
-        operation: the operation of the traced program it comes from.
-    """
-
-    module: str
-    operation: str
-
-
-def divergent_permutes(hlo_text: str, mesh_axes: Mapping[str, int], axis: str) -> list[Exchange]:
-    """Return the permutes that some devices may not reach, except those along ``axis``.
+def divergent_permutes(hlo_text: str, mesh_axes: Mapping[str, int], axis: str) -> list[str]:
+    """Return the op names of permutes that some devices may not reach, except those along ``axis``.
 
     In a collective-permute all devices of a program wait for each other, including those that send
     nothing. Devices at different positions along ``axis`` take different branches.
     """
     program = parse_hlo(hlo_text)
     mesh = MeshAxes(tuple(mesh_axes), tuple(mesh_axes.values()))
-    permutes: dict[Exchange, None] = {}
+    permutes: dict[str, None] = {}
     for instruction in _divergent(program, program.entry, inside=False):
         if instruction.opcode.removesuffix("-start") != "collective-permute":
             continue
         pairs = instruction.attributes.get("source_target_pairs", "")
         groups = parse_replica_groups(pairs, mesh.num_devices)
         if axis not in mesh.moved(groups):
-            operation = instruction.op_name.rpartition("/")[2]
-            permutes[Exchange(module_of(instruction.op_name), operation)] = None
+            permutes[instruction.op_name] = None
     return list(permutes)
 
 

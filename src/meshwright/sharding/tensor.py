@@ -152,18 +152,15 @@ class _Search:
     def _settle(self, group: Sequence[Candidate]) -> None:
         rivals = [self._rival(candidate) for candidate in group]
         if any(rivals) or any(candidate.obstacle for candidate in group):
-            self._reject(group, rivals)
+            self.rejected.extend(group)
+            for candidate, rival in zip(group, rivals, strict=True):
+                for position in candidate.touched:
+                    self.rejections[position].append((candidate, rival))
             return
         for candidate in group:
             self.by_class.update(dict.fromkeys(candidate.splits, candidate))
             for position in candidate.placed:
                 self.accepted.setdefault(position, candidate)
-
-    def _reject(self, group: Sequence[Candidate], rivals: Sequence[Candidate | None]) -> None:
-        self.rejected.extend(group)
-        for candidate, rival in zip(group, rivals, strict=True):
-            for position in candidate.touched:
-                self.rejections[position].append((candidate, rival))
 
     def _rival(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate that rules this one out, if any."""

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh
 
-from meshwright.mesh.build import Device
 from meshwright.pipeline.by_hand.stage_programs import StageCall, StagePrograms
 from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.operations import Kind, Op
@@ -131,10 +128,3 @@ class BatchRun:
         """Return the record of a forward pass, and drop it after its last use."""
         place = (op.microbatch, at)
         return self.calls.pop(place) if op.releases else self.calls[place]
-
-
-def divide_devices(devices: Sequence[Device], num_stages: int) -> list[Mesh]:
-    """Return a mesh for each stage, all of the same size; remaining devices are not used."""
-    each = len(devices) // num_stages
-    groups = [devices[n * each : (n + 1) * each] for n in range(num_stages)]
-    return [Mesh(np.array(group), ("data",), axis_types=(AxisType.Auto,)) for group in groups]

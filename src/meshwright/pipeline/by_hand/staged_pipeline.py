@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from meshwright.config.argument_checks import (
     check_clip_norm,
@@ -24,7 +24,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.build import Device
 from meshwright.pipeline.by_hand import stage_checks as checks
 from meshwright.pipeline.by_hand.balance import balance, fewer_stages, timeline_of, unused_devices
-from meshwright.pipeline.by_hand.host import BatchRun, divide_devices
+from meshwright.pipeline.by_hand.host import BatchRun
 from meshwright.pipeline.by_hand.layer_forms import (
     Layer,
     Part,
@@ -36,7 +36,7 @@ from meshwright.pipeline.by_hand.layer_forms import (
 )
 from meshwright.pipeline.by_hand.layers import naming_layer, read_layers
 from meshwright.pipeline.by_hand.stage_programs import Loss, StagePrograms, form_of_arrays
-from meshwright.pipeline.by_hand.updates import initial_states, update_stages
+from meshwright.pipeline.by_hand.updates import copied, update_stages
 from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
@@ -139,7 +139,10 @@ class Pipeline:
     def _place(self, groups: Sequence[range], traced: Sequence[TracedPart]) -> None:
         """Turn each group of layers into a stage on its devices."""
         self._parts = [chain([self._layers[n] for n in group]) for group in groups]
-        meshes = divide_devices(self._devices, self.num_stages)
+        # All stages get the same number of devices; remaining ones are not used.
+        each = len(self._devices) // self.num_stages
+        own = [self._devices[n * each : (n + 1) * each] for n in range(self.num_stages)]
+        meshes = [Mesh(np.array(group), ("data",), axis_types=(AxisType.Auto,)) for group in own]
         last = len(groups) - 1
         self._stages = [
             StagePrograms(
@@ -211,7 +214,11 @@ class Pipeline:
     def init(self, optimizer: optax.GradientTransformation) -> list[PyTree]:
         """Return an optax optimizer's state for each stage, on the stage's devices."""
         check_optimizer(optimizer)
-        return initial_states(optimizer, self._stages, self._params)
+        pairs = zip(self._stages, self._params, strict=True)
+        return [
+            jax.jit(lambda params: copied(optimizer.init(params)), out_shardings=s.everywhere)(own)
+            for s, own in pairs
+        ]
 
     def update(
         self,

@@ -20,20 +20,6 @@ Scalar = np.generic | NDArray[np.generic]
 """One number on the host."""
 
 
-def initial_states(
-    optimizer: optax.GradientTransformation,
-    stages: Sequence[StagePrograms],
-    params: Sequence[PyTree],
-) -> list[PyTree]:
-    """Return the optimizer's state for each stage, on its devices."""
-
-    def start(stage_params: PyTree) -> PyTree:
-        return _copied(optimizer.init(stage_params))
-
-    pairs = zip(stages, params, strict=True)
-    return [jax.jit(start, out_shardings=stage.everywhere)(own) for stage, own in pairs]
-
-
 def update_stages(
     optimizer: optax.GradientTransformation,
     stages: Sequence[StagePrograms],
@@ -80,11 +66,11 @@ def _update(
 ) -> tuple[PyTree, PyTree]:
     scaled = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
     updates, state = optimizer.update(scaled, state, params)
-    return optax.apply_updates(params, updates), _copied(state)
+    return optax.apply_updates(params, updates), copied(state)
 
 
-def _copied(state: PyTree) -> PyTree:
-    # Some optimizer states contain parameters; donated states need their own copies.
+def copied(state: PyTree) -> PyTree:
+    """Copy an optimizer state: some contain parameters, and donated states need their own."""
     return jax.tree.map(jnp.copy, state)
 
 

@@ -16,6 +16,7 @@ from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.execute.slots import looped
 from meshwright.pipeline.execute.tick_rows import TickOp, named
+from meshwright.program.jaxpr.names import module_of
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -122,13 +123,13 @@ def check_exchanges(program: str, mesh: Mesh) -> None:
     permutes = divergent_permutes(program, sizes, PIPE)
     if not permutes:
         return
-    first = permutes[0]
-    where = f" in `{first.module}`" if first.module else ""
+    module, operation = module_of(permutes[0]), permutes[0].rpartition("/")[2]
+    where = f" in `{module}`" if module else ""
     others = {a: n for a, n in sizes.items() if a != PIPE and n > 1}
     axes = " and ".join(f"{axis}={size}" for axis, size in others.items())
     raise UserError(
         f"the model cannot be divided into pipeline stages on this mesh: the compiler moves "
-        f"pieces of an array for `{first.operation}`{where} between the devices of a stage",
+        f"pieces of an array for `{operation}`{where} between the devices of a stage",
         why=f"the array is sharded over {axes}, and stages, which work at different times, "
         "would wait for each other forever",
         fix=f"leave out one of these axes or {Setting('mesh.pipe')}, or do not shard the array "

@@ -99,7 +99,9 @@ class TimelineDrawing:
         """Return a line for each stage, a note on omitted columns, and the legend."""
         stages = self.timeline.shape.num_stages
         available = max(8, width - len(f"stage {stages - 1} "))
-        per_column = self._per_column(available)
+        # A column has room for a letter, or also for a number and a space.
+        most = len(str(self.timeline.shape.num_microbatches - 1)) + 2
+        per_column = max(1, min(most, available // self._columns))
         whole = self._columns * per_column
         rows = self._rows(per_column)
         if whole > available:
@@ -127,11 +129,6 @@ class TimelineDrawing:
 
     def _at(self, time: Fraction) -> int:
         return math.floor(time / self._column + Fraction(1, 2))
-
-    def _per_column(self, available: int) -> int:
-        """Return how many characters a column has: up to a letter, a number and a space."""
-        most = len(str(self.timeline.shape.num_microbatches - 1)) + 2
-        return max(1, min(most, available // self._columns))
 
     def _rows(self, per_column: int) -> list[Text]:
         painter = TextPainter()

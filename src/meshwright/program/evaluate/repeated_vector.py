@@ -28,7 +28,8 @@ def repeat_vector(vector: Any, shape: Sequence[int], *, num_shards: int = 1) -> 
         shape: what it is broadcast to.
         num_shards: devices that the rows are sharded over, along their first dim.
     """
-    vector = vector.reshape(_without_leading_ones(vector.shape))
+    larger = (n for n, size in enumerate(vector.shape) if size != 1)
+    vector = vector.reshape(vector.shape[next(larger, max(vector.ndim - 1, 0)) :])
     rows = tuple(shape[: len(shape) - vector.ndim])
     same = tuple(shape[len(rows) :]) == vector.shape
     parts = parts_of(rows, num_shards) if same else None
@@ -64,8 +65,3 @@ def parts_of(rows: Sequence[int], num_shards: int) -> int | None:
         return None
     parts = next((n for n in divisors if before * n >= FEWEST_PARTS), divisors[-1])
     return parts if before * parts > 1 else None
-
-
-def _without_leading_ones(shape: Sequence[int]) -> tuple[int, ...]:
-    first = next((n for n, size in enumerate(shape) if size != 1), max(len(shape) - 1, 0))
-    return tuple(shape[first:])

@@ -26,10 +26,6 @@ class GatherSpecs:
     whole: PartitionSpec
     sharded: PartitionSpec
 
-    def per_layer(self) -> GatherSpecs:
-        """Return the layouts of one layer of a stack."""
-        return GatherSpecs(PartitionSpec(*self.whole[1:]), PartitionSpec(*self.sharded[1:]))
-
 
 HALF = (jnp.bfloat16, jnp.float16)
 
@@ -84,7 +80,11 @@ class Weights:
         """Return one layer of a stack ready for use, unless the whole stack already is."""
         if not self.gather_per_block:
             return layer
-        return self._prepare(layer, use, use.specs.per_layer() if use.specs else None)
+        stack = use.specs
+        specs = stack and GatherSpecs(
+            PartitionSpec(*stack.whole[1:]), PartitionSpec(*stack.sharded[1:])
+        )
+        return self._prepare(layer, use, specs)
 
     def cast(self, value: Value, dtype: DTypeLike) -> Value:
         """Cast a prepared weight to the dtype an equation was traced with."""

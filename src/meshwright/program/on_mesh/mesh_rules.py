@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
@@ -80,20 +80,13 @@ class AddWeights:
             return None
         operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
         shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-        return bind(
-            eqn,
-            [
-                self._repeated(x, shape).astype(aval_of(atom).dtype)
-                if env.is_half_weight(atom)
-                else x
-                for x, atom in zip(operands, eqn.invars, strict=True)
-            ],
-        )
-
-    def _repeated(self, weight: Value, shape: Sequence[Any]) -> Value:
-        if not self.in_parts:
-            return jnp.broadcast_to(weight, shape)
-        return repeat_vector(weight, shape, num_shards=self.mesh.num_auto)
+        in_parts = partial(repeat_vector, num_shards=self.mesh.num_auto)
+        repeat = in_parts if self.in_parts else jnp.broadcast_to
+        added = [
+            repeat(x, shape).astype(aval_of(atom).dtype) if env.is_half_weight(atom) else x
+            for x, atom in zip(operands, eqn.invars, strict=True)
+        ]
+        return bind(eqn, added)
 
 
 @dataclass(frozen=True)

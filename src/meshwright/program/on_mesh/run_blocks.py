@@ -153,7 +153,9 @@ def run_ahead(
     def backward(saved: Any, cotangents: Any) -> Any:
         pullback, weights, rest, before = saved
         of_results, returned = cotangents
-        of_results = [_instantiated(c) for c in of_results]
+        of_results = [
+            jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in of_results
+        ]
         # Nothing is recomputed before the gradient arrives, nor are the weights of the block before
         # this one gathered.
         of_results, rest, before = lax.optimization_barrier((of_results, rest, before))
@@ -166,13 +168,6 @@ def run_ahead(
 
     block.defvjp(forward, backward, symbolic_zeros=True)
     return block(list(weights), list(others), list(before))
-
-
-def _instantiated(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    zero: Any = cotangent
-    return jnp.zeros(zero.shape, zero.dtype)
 
 
 def _but_casts_of(weights: Sequence[Value], policy: Callable[..., Any]) -> Callable[..., Any]:

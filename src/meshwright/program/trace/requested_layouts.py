@@ -40,7 +40,12 @@ class RequestedLayout:
     def __str__(self) -> str:
         if self.other:
             return self.other
-        entries = ["UNCONSTRAINED" if names is None else _entry_text(names) for names in self.dims]
+        entries = [
+            "UNCONSTRAINED"
+            if names is None
+            else repr(names[0] if len(names) == 1 else names or None)
+            for names in self.dims
+        ]
         return f"P({', '.join(entries)})"
 
 
@@ -78,9 +83,3 @@ def _record(x: Any, sharding: Any) -> jax.Array:
     else:
         other = type(sharding).__name__
     return checkpoint_name(x, _MARK + json.dumps([dims, other]))
-
-
-def _entry_text(names: tuple[str, ...]) -> str:
-    if len(names) == 1:
-        return repr(names[0])
-    return repr(names) if names else "None"

@@ -162,10 +162,10 @@ class _Registry:
             self._modules[id(inner)] = (joined or ROOT, inner)
         return path
 
-    def path_inside(self, names: Sequence[str]) -> str:
-        """Return the path of a module by its names inside the running module."""
-        above = self._running[-1] if self._running else ROOT
-        return ".".join([*([] if above == ROOT else [above]), path_text(names)])
+    @property
+    def above(self) -> str:
+        """The path of the module that is running."""
+        return self._running[-1] if self._running else ROOT
 
     @contextmanager
     def running(self, path: str) -> Generator[None]:
@@ -185,7 +185,7 @@ class _Registry:
         leaves = jax.tree.leaves(nnx.state(module))
         if not paths or (leaves and not any(isinstance(x, Tracer) for x in leaves)):
             return []
-        above = self._running[-1] if self._running else ROOT
+        above = self.above
         # In a copy, or in a module inside one, the path is not known yet.
         if above == ROOT or above.startswith("?"):
             return paths
@@ -246,5 +246,6 @@ def _name_linen_call(
     is_call = method == "__call__" or not method.startswith(("_", "setup"))
     if not (names and is_call and _ACTIVE[-1:] == [registry]):
         return call(*args, **kwargs)
-    with jax.named_scope(MODULE_MARK + registry.path_inside(names)):
+    above = "" if registry.above == ROOT else f"{registry.above}."
+    with jax.named_scope(MODULE_MARK + above + path_text(names)):
         return call(*args, **kwargs)

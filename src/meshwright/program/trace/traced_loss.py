@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -219,19 +220,16 @@ def _describe_value(value: Any) -> str:
 
 def _describe_batch(batch: Any) -> tuple[BatchLeaf, ...]:
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    # The dtype a host array gets on a device: 64-bit types become 32-bit by default.
+    on_device = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
     batch_leaves = [
-        BatchLeaf(path_text(_key(k) for k in path) or "batch", tuple(leaf.shape), _on_device(leaf))
-        for path, leaf in leaves
+        BatchLeaf(path_text(map(_key, path)) or "batch", tuple(x.shape), on_device(x.dtype))
+        for path, x in leaves
     ]
     sizes = {leaf.path: leaf.shape[0] for leaf in batch_leaves if leaf.shape}
     if sizes:
         check_num_samples(sizes, "the batch")
     return tuple(batch_leaves)
-
-
-def _on_device(leaf: Any) -> Any:
-    """Return the dtype a host array gets on a device: 64-bit types become 32-bit by default."""
-    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
 
 def _key(entry: Any) -> Any:
