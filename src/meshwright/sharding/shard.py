@@ -51,7 +51,10 @@ def shard_fsdp(
         except (TypeError, ValueError, OverflowError):
             raise wrong_kind("params", leaf, fix) from None
 
-    if not _contains_modules(params):
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree)
+
+    if not any(map(is_module, jax.tree.leaves(params, is_leaf=is_module))):
         return jax.tree.map(put, params)
     # Mapped as a tree, a model would lose its sharing: tied weights would become two arrays.
     graph, state = nnx.split(params)
@@ -76,10 +79,3 @@ def _other_axes(leaf: Any, mesh: Mesh, axis: str) -> list[DimAxes]:
         return [()] * ndim
     entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     return [tuple(n for n in entry_names(entry) if n != axis) for entry in entries]
-
-
-def _contains_modules(tree: Any) -> bool:
-    def is_module(node: Any) -> bool:
-        return isinstance(node, nnx.Pytree)
-
-    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))

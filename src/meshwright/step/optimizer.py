@@ -90,7 +90,9 @@ class FlatOptimizer:
         state, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
         names = jax.tree_util.keystr
         self._state = [(names(path, simple=True, separator="."), leaf) for path, leaf in state]
-        self._owned_by = self._owners(abstract)
+        numbers = self._tree([Name(n) for n in range(len(self._params))])
+        # For each leaf of the state, the number of its parameter.
+        self._owned_by = owners(transformation, abstract, numbers)
         self.leaves = self.placed(placements, sizes)
 
     def placed(
@@ -167,11 +169,6 @@ class FlatOptimizer:
             else by_path[step.leaf.path]
             for step in self._params
         ]
-
-    def _owners(self, abstract: Any) -> list[int | None]:
-        """Return, for each leaf of the optimizer state, the number of its parameter."""
-        numbers = self._tree([Name(n) for n in range(len(self._params))])
-        return owners(self._transformation, abstract, numbers)
 
     def _treats_stacks_alike(
         self, structs: Sequence[Any], compared: Literal["all", "ends"]

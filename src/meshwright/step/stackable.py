@@ -41,26 +41,19 @@ def owners(transformation: optax.GradientTransformation, state: Any, names: Tree
     ``names`` holds a `Name` for each parameter; leaves of no parameter (counters) give None.
     """
     try:
-        return _marked_owners(transformation, state, names)
+        marked = optax.tree_utils.tree_map_params(
+            transformation,
+            # A masked part of the optimizer has no leaf for the parameters of another part.
+            lambda leaf, name: leaf if isinstance(leaf, optax.MaskedNode) else name,
+            state,
+            names,
+            transform_non_params=lambda _: Name(None),
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+        )
+        leaves = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, Name))
+        return [name.value for name in leaves]
     except Exception:
         return _owners_by_path(state, names)
-
-
-def _marked_owners(
-    transformation: optax.GradientTransformation, state: Any, names: Tree
-) -> list[Any]:
-    """Let optax say which leaves belong to parameters."""
-    marked = optax.tree_utils.tree_map_params(
-        transformation,
-        # A masked part of the optimizer has no leaf for the parameters of another part.
-        lambda leaf, name: leaf if isinstance(leaf, optax.MaskedNode) else name,
-        state,
-        names,
-        transform_non_params=lambda _: Name(None),
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
-    )
-    leaves = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, Name))
-    return [name.value for name in leaves]
 
 
 def _owners_by_path(state: Any, names: Tree) -> list[Any]:

@@ -133,17 +133,13 @@ def _if_possible(
 
 
 def _per_device(loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan) -> StepProgram:
-    _check_mean(loss, model_leaves, micro, plan)
-    return step_program(loss, model_leaves, divide_batch(micro, plan.batch.replicas), plan)
-
-
-def _check_mean(loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan) -> None:
-    """Raise unless the loss is a mean over samples, which devices can compute independently."""
+    """Return the loss of one device's samples; raise unless it is a mean over samples."""
     twice = resize_batch(micro, 2 * jax.tree.leaves(micro)[0].shape[0])
     compute = COMPUTE_DTYPES[plan.precision]
     first, second = (trace_loss(loss, model_leaves, samples, compute) for samples in (micro, twice))
     names = first.metric_names
     check_mean(dim_classes(first), dim_classes(second), names, first.kept_paths)
+    return step_program(loss, model_leaves, divide_batch(micro, plan.batch.replicas), plan)
 
 
 def planned_forward(

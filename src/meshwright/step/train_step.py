@@ -167,10 +167,6 @@ class TrainStep:
         """Lower the step for compilation without running it."""
         return self._jitted.lower(self.abstract_state(), list(batch))
 
-    def gradients(self, state: TrainState, batch: Sequence[Any]) -> Gradients:
-        """Compute loss and gradients without an update, for proofs."""
-        return self._gradients(state, list(batch))
-
     def fresh_state(self, leaves: Sequence[Any]) -> TrainState:
         """Return the initial state for these values of the step's leaves (traceable)."""
         params = [leaves[n] for n in self._param_numbers]
@@ -233,7 +229,7 @@ class TrainStep:
     def _update(self, state: TrainState, batch: list[Any]) -> tuple[TrainState, Metrics]:
         matmul: Any = None if self.plan.matmul == "default" else self.plan.matmul
         with jax.default_matmul_precision(matmul):
-            gradients = self._gradients(state, batch)
+            gradients = self.gradients(state, batch)
             values = self._reduced(gradients.values)
             norm = optax.tree.norm(values)
             metrics = {"loss": gradients.loss, **gradients.metrics, "grad_norm": norm}
@@ -252,7 +248,8 @@ class TrainStep:
             )
             return self._accept(state, after, values, metrics)
 
-    def _gradients(self, state: TrainState, batch: list[Any]) -> Gradients:
+    def gradients(self, state: TrainState, batch: Sequence[Any]) -> Gradients:
+        """Compute loss and gradients without an update."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
         count = self.plan.batch.gradient_accumulation_steps
         if self.pipeline is not None:
@@ -296,7 +293,7 @@ class TrainStep:
 
         def evaluate(params: Sequence[Any]) -> tuple[Array, list[Any]]:
             placed = self._constrain(params, self.decision.at_rest)
-            gradients = self._gradients(replace(state, params=placed), batch)
+            gradients = self.gradients(replace(state, params=placed), batch)
             return gradients.loss, self._reduced(gradients.values)
 
         return evaluate

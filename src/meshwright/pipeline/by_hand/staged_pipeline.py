@@ -157,8 +157,13 @@ class Pipeline:
         self._states = [jax.device_put(s.part.state, s.everywhere) for s in self._stages]
         self._evaluate = [jax.jit(part.evaluate) for part in self._parts]
         self.stages = [
-            _report(group, part, stage.mesh, traced)
-            for group, part, stage in zip(groups, self._parts, self._stages, strict=True)
+            StageReport(
+                tuple(group),
+                sum(int(np.prod(a.shape)) for a in jax.tree.leaves(stage.part.params)),
+                sum(traced[n].flops for n in group),
+                tuple(int(device.id) for device in stage.mesh.devices.flat),
+            )
+            for group, stage in zip(groups, self._stages, strict=True)
         ]
         self._outputs = [MessageSplit.of(traced[group[-1]].output) for group in groups]
         self._most_kept = [0] * len(groups)
@@ -359,9 +364,3 @@ def _read_all(layers: Sequence[Layer], x: PyTree, seed: int) -> tuple[list[Part]
             traced.append(trace(parts[-1], x))
         x = traced[-1].output
     return parts, traced
-
-
-def _report(group: range, part: Part, mesh: Mesh, traced: Sequence[TracedPart]) -> StageReport:
-    parameters = sum(int(np.prod(a.shape)) for a in jax.tree.leaves(part.params))
-    ids = tuple(int(device.id) for device in mesh.devices.flat)
-    return StageReport(tuple(group), parameters, sum(traced[n].flops for n in group), ids)

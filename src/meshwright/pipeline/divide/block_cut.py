@@ -174,11 +174,6 @@ class BlockCut:
         """The number of blocks."""
         return self.scan.num_blocks
 
-    @property
-    def batch_variables(self) -> Sequence[Var]:
-        """The variables of the batch in the program."""
-        return self.jaxpr.invars[len(self.traced.layout.step_leaves) :]
-
     @cached_property
     def computed(self) -> dict[int, Atom]:
         """The layered inputs of the scan that are computed before the blocks, by position."""

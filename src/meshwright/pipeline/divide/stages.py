@@ -207,7 +207,8 @@ class Stages:
         values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(frozen)
         values.update((variables[n], value) for n, value in (microbatch.state | outer).items())
-        values.update(zip(self.cut.batch_variables, microbatch.batch, strict=True))
+        of_batch = variables[len(self.cut.traced.layout.step_leaves) :]
+        values.update(zip(of_batch, microbatch.batch, strict=True))
         return Environment(self._evaluator, values)
 
     def _constants(self, env: Environment) -> list[Value]:

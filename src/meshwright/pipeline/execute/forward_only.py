@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -120,35 +119,13 @@ class PipelinedForward:
         state = {leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("changing")}
         weights = self._stages.prepare(stacks, "weight")
         values = self._stages.values(weights, stacks, outer, Microbatch(batch, state))
-        functions = self._stages.functions(outer)
-        forward = StageForward(functions, values, self.num_chunks)
+        forward = StageForward(self._stages.functions(outer), values, self.num_chunks)
         shape = Shape(batch[0].shape[0], self.num_stages, self.num_chunks)
         pairs, last = shape.ring(1), shape.num_virtual - 1
 
         def microbatch(number: Array) -> Microbatch:
             own = [lax.dynamic_index_in_dim(a, number, 0, keepdims=False) for a in batch]
             return Microbatch(own, state)
-
-        def blocks(arrived: Message, row: ForwardRow, virtual_stage: Array) -> Message:
-            """Run a chunk's blocks on what arrived, or the first chunk on the embedding."""
-            own = microbatch(row.microbatch)
-            message = lax.cond(
-                virtual_stage == 0,
-                # The compiler refuses branches whose results are sharded differently.
-                lambda: lax.optimization_barrier(forward.embed(own)),
-                lambda: lax.optimization_barrier(arrived),
-            )
-            rows = partial(forward.rows, chunk=row.chunk)
-            inputs = BlockInputs(
-                message,
-                rows(values.changing),
-                own,
-                virtual_stage,
-                weights=rows(values.weights),
-                fixed=rows(values.fixed),
-                outer=values.pick(functions.blocks_read),
-            )
-            return functions.blocks(inputs).message
 
         def tick(
             carry: tuple[Message, Losses], row: ForwardRow
@@ -157,7 +134,9 @@ class PipelinedForward:
             virtual_stage = row.chunk * self.num_stages + row.stage
             message = lax.cond(
                 row.microbatch >= 0,
-                lambda: blocks(message, row, virtual_stage),
+                lambda: _run_blocks(
+                    forward, message, microbatch(row.microbatch), row.chunk, virtual_stage
+                ),
                 lambda: message,
             )
             order = ExchangeOrder(self.where.view.platform)
@@ -177,6 +156,33 @@ class PipelinedForward:
         losses = zeros_like_shapes(jax.eval_shape(lambda: forward.losses(message, first)))
         (_, losses), _ = lax.scan(tick, (message, losses), rows)
         return losses
+
+
+def _run_blocks(
+    forward: StageForward,
+    arrived: Message,
+    microbatch: Microbatch,
+    chunk: Array,
+    virtual_stage: Array,
+) -> Message:
+    """Run a chunk's blocks on the message that arrived, or the first chunk on the embedding."""
+    message = lax.cond(
+        virtual_stage == 0,
+        # The compiler refuses branches whose results are sharded differently.
+        lambda: lax.optimization_barrier(forward.embed(microbatch)),
+        lambda: lax.optimization_barrier(arrived),
+    )
+    values, functions = forward.values, forward.functions
+    inputs = BlockInputs(
+        message,
+        forward.rows(values.changing, chunk),
+        microbatch,
+        virtual_stage,
+        weights=forward.rows(values.weights, chunk),
+        fixed=forward.rows(values.fixed, chunk),
+        outer=values.pick(functions.blocks_read),
+    )
+    return functions.blocks(inputs).message
 
 
 def _forward_rows(table: TickTable) -> ForwardRow:

@@ -17,12 +17,7 @@ import numpy as np
 
 from meshwright.program.blocks.block_lists import BlockList, find_block_lists
 from meshwright.program.blocks.connection_values import ConnectionValues, connection_values
-from meshwright.program.blocks.differences import (
-    equation_difference,
-    first_difference,
-    results_of,
-    shapes,
-)
+from meshwright.program.blocks.differences import first_difference, is_like, results_of
 from meshwright.program.blocks.prove_equal import (
     Column,
     Placeholder,
@@ -131,15 +126,11 @@ def _common_length(modules: Sequence[Sequence[Equation]]) -> int:
     length = shortest
     for other in modules[1:]:
         ends = zip(reversed(first), reversed(other), strict=False)
-        equal = (n for n, pair in enumerate(ends) if not _alike(*pair))
+        equal = (n for n, pair in enumerate(ends) if not is_like(*pair))
         length = min(length, next(equal, shortest))
     while length and any(first_difference(first[-length:], m[-length:]) for m in modules):
         length -= 1
     return length
-
-
-def _alike(one: Equation, other: Equation) -> bool:
-    return equation_difference(one, other) is None and shapes(one) == shapes(other)
 
 
 def _leaves_of_connections(traced: TracedLoss, connected: ConnectedBlocks) -> frozenset[str]:

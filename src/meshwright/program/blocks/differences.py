@@ -104,6 +104,11 @@ def equation_difference(left: Equation, right: Equation) -> str | None:
     return f"{names[0]} has another {param}" if param else None
 
 
+def is_like(one: Equation, other: Equation) -> bool:
+    """Whether two equations are the same, operands aside, on the same shapes."""
+    return shapes(one) == shapes(other) and equation_difference(one, other) is None
+
+
 def shapes(eqn: Equation) -> list[tuple[Any, Any]]:
     """Return the shapes and dtypes of an equation's operands and results."""
     avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.program.blocks.differences import equation_difference, same_literal, shapes
+from meshwright.program.blocks.differences import is_like, results_of, same_literal
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
@@ -51,9 +51,7 @@ class Part:
             return own[left] == others[right]
 
         return same(self.output, other.output) and all(
-            shapes(a) == shapes(b)
-            and equation_difference(a, b) is None
-            and all(map(same, a.invars, b.invars))
+            is_like(a, b) and all(map(same, a.invars, b.invars))
             for a, b in zip(self.eqns, other.eqns, strict=True)
         )
 
@@ -92,5 +90,4 @@ def _part(eqns: Sequence[Equation], makers: dict[Var, int], output: Atom) -> Par
 
 def _numbers(part: Part) -> dict[Var, int]:
     """Number the variables of a part: the inputs, then the results, in order."""
-    results = [variable for eqn in part.eqns for variable in eqn.outvars]
-    return {variable: number for number, variable in enumerate((*part.inputs, *results))}
+    return {v: number for number, v in enumerate((*part.inputs, *results_of(part.eqns)))}

@@ -66,7 +66,7 @@ class LossKernel:
         match = self.match
         weight = env.in_param_dtype(match.kernel)
         work = _Work(self, env, mesh)
-        others = [env.read(v) for v in (*match.whole, *match.by_row)]
+        others = [env.read(v) for v in match.others]
         return list(work.function()(env.read(match.hidden), weight, *others))
 
 
@@ -111,8 +111,8 @@ class _Work:
             with self._scope():
                 gradients = [g if o else g.sum(0) for g, o in zip(gradients, own, strict=True)]
         others = iter(gradients[2:])
-        inputs = (*self.match.whole, *self.match.by_row)
-        rest = [next(others) if v in self.kernel.trained else None for v in inputs]
+        trained = self.kernel.trained
+        rest = [next(others) if v in trained else None for v in self.match.others]
         return (*gradients[:2], *rest)
 
     def _mapped(self, run: Callable[..., Any], operands: Sequence[Any]) -> Any:
@@ -152,15 +152,14 @@ class _Work:
         return self._summed(outputs), self._stacked(gradients)
 
     def _gradients(self, *operands: Any) -> Any:
-        count = 2 + len(self.match.whole) + len(self.match.by_row)
+        count = 2 + len(self.match.others)
         _, gradients = self._loop(self._differentiated, operands[:count], list(operands[count:]))
         return (), self._stacked(gradients)
 
     def _differentiated(
         self, hidden: Any, weight: Any, others: list[Any], cotangents: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        inputs = (*self.match.whole, *self.match.by_row)
-        trained = [n for n, v in enumerate(inputs) if v in self.kernel.trained]
+        trained = [n for n, v in enumerate(self.match.others) if v in self.kernel.trained]
 
         def outputs(logits: Any, chosen: list[Any]) -> Any:
             given = dict(zip(trained, chosen, strict=True))
@@ -215,7 +214,7 @@ class _Work:
         match = self.match
         rows = logits.shape[:-1]
         values: dict[Var, Any] = {match.product.outvars[0]: logits}
-        values.update(zip((*match.whole, *match.by_row), others, strict=True))
+        values.update(zip(match.others, others, strict=True))
         for eqn in match.eqns:
             if eqn is match.product:
                 continue
@@ -293,7 +292,7 @@ class _Work:
 
     def _own_rows(self) -> list[bool]:
         """Return for each gradient whether each device has its own rows of it."""
-        trained = [v for v in (*self.match.whole, *self.match.by_row) if v in self.kernel.trained]
+        trained = [v for v in self.match.others if v in self.kernel.trained]
         return [True, False, *(v in self.match.by_row for v in trained)]
 
 

@@ -184,9 +184,8 @@ class _Finder:
     def _loss(self, graph: Graph, program: ProgramDims, product: Equation) -> Region:
         match = match_loss(graph, product)
         graded = tuple(is_differentiable(program, v) for v in match.outputs)
-        others = (*match.whole, *match.by_row)
-        inputs = (match.hidden, match.kernel, *others)
-        trained = frozenset(v for v in others if is_differentiable(program, v))
+        inputs = (match.hidden, match.kernel, *match.others)
+        trained = frozenset(v for v in match.others if is_differentiable(program, v))
         fused = is_fused(match, graded)
         layout = self.layout(program, match.hidden)
         return Region(

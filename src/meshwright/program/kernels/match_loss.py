@@ -45,6 +45,11 @@ class LossMatch:
     outputs: tuple[Var, ...]
 
     @property
+    def others(self) -> tuple[Var, ...]:
+        """The inputs besides those of the product."""
+        return (*self.whole, *self.by_row)
+
+    @property
     def hidden(self) -> Var:
         """The operand of the product that is no weight."""
         atom = self.product.invars[0]

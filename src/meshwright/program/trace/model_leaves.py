@@ -130,7 +130,13 @@ def split_model(model: Any, trainable: Any = nnx.Param) -> ModelLeaves:
         for number, array in enumerate(arrays):
             suffix = (number,) if len(arrays) > 1 else ()
             leaves.append(_describe(path + suffix, value, array, trained=trained))
-    _check_paths([leaf.path for leaf in leaves])
+    counts = Counter(leaf.path for leaf in leaves)
+    if twice := [path for path, count in counts.items() if count > 1]:
+        raise UserError(
+            f"two arrays of the model have the path `{twice[0]}`",
+            why="keys of a dict that print alike, such as 0 and '0', cannot be told apart",
+            fix="rename one of the keys",
+        )
     if not any(leaf.role == "param" for leaf in leaves):
         raise UserError(
             "the model has no trainable parameters",
@@ -139,16 +145,6 @@ def split_model(model: Any, trainable: Any = nnx.Param) -> ModelLeaves:
         )
     classes = dict.fromkeys(type(module) for _, module in nnx.iter_modules(model))
     return ModelLeaves(tuple(leaves), tuple(classes), nnx.graphdef(model), tuple(entries))
-
-
-def _check_paths(paths: Sequence[str]) -> None:
-    twice = next((path for path, count in Counter(paths).items() if count > 1), None)
-    if twice is not None:
-        raise UserError(
-            f"two arrays of the model have the path `{twice}`",
-            why="keys of a dict that print alike, such as 0 and '0', cannot be told apart",
-            fix="rename one of the keys",
-        )
 
 
 def _without_intermediates(model: Any) -> Any:
