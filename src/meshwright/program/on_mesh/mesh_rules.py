@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -79,7 +80,7 @@ class AddWeights:
         if eqn.primitive.name not in _ADDS or not any(map(env.is_half_weight, eqn.invars)):
             return None
         operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
-        shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+        shape: Any = jnp.broadcast_shapes(*(x.shape for x in operands))
         in_parts = partial(repeat_vector, num_shards=self.mesh.num_auto)
         repeat = in_parts if self.in_parts else jnp.broadcast_to
         added = [

@@ -153,9 +153,9 @@ def run_ahead(
     def backward(saved: Any, cotangents: Any) -> Any:
         pullback, weights, rest, before = saved
         of_results, returned = cotangents
-        of_results = [
-            jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in of_results
-        ]
+        zero = [isinstance(c, SymbolicZero) for c in of_results]
+        pairs = zip(of_results, zero, strict=True)
+        of_results = [jnp.zeros(c.shape, c.dtype) if is_zero else c for c, is_zero in pairs]
         # Nothing is recomputed before the gradient arrives, nor are the weights of the block before
         # this one gathered.
         of_results, rest, before = lax.optimization_barrier((of_results, rest, before))
