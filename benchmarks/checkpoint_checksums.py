@@ -52,16 +52,16 @@ def without_checksums() -> Iterator[None]:
         checksum_item.sums_of = sums_of
 
 
-def save(store: CheckpointStore, state: Any, update: int) -> tuple[float, float]:
+def save(store: CheckpointStore, state: Any, step: int) -> tuple[float, float]:
     """Save once; return the seconds until everything is on disk, and those of processor time."""
-    metadata = CheckpointMetadata(update=update, global_batch_size=8, seed=0, plan={}, config={})
+    metadata = CheckpointMetadata(step=step, global_batch_size=8, seed=0, plan={}, config={})
     started, worked = time.perf_counter(), time.process_time()
     store.save(state, metadata)
     saved = store.wait()
     seconds = time.perf_counter() - started, time.process_time() - worked
     assert saved is not None
     assert saved.error is None, saved
-    shutil.rmtree(store.folder / str(update), ignore_errors=True)
+    shutil.rmtree(store.folder / str(step), ignore_errors=True)
     return seconds
 
 
@@ -83,12 +83,12 @@ def measure(folder: Path) -> dict[str, list[tuple[float, float]]]:
     for pair in range(PAIRS):
         kinds = ("with", "without") if pair % 2 else ("without", "with")
         for place, kind in enumerate(kinds):
-            update = 2 + 2 * pair + place
+            step = 2 + 2 * pair + place
             if kind == "with":
-                times[kind].append(save(store, state, update))
+                times[kind].append(save(store, state, step))
                 continue
             with without_checksums():
-                times[kind].append(save(store, state, update))
+                times[kind].append(save(store, state, step))
     store.close()
     return times
 

@@ -52,19 +52,19 @@ class CNN(nnx.Module):
 
 
 class InTurns(mw.Callback):
-    """Waits for its turn after every logged update, and tells how long the last one took."""
+    """Waits for its turn after every logged step, and tells how long the last one took."""
 
     start = 0.0
     over = False
 
-    def on_log(self, update: int, values: Mapping[str, float]) -> None:
+    def on_log(self, step: int, values: Mapping[str, float]) -> None:
         """Tell what was measured, and wait for the next turn."""
         if self.over:
             return
         # Nothing of it is left to run in the turns of others.
         jax.block_until_ready(jax.live_arrays())
         now = time.perf_counter()
-        # The first update is logged by itself, and so that the process is ready.
+        # The first step is logged by itself, and so that the process is ready.
         TURNS.tell(seconds=now - self.start)
         if not TURNS.told_to_go():
             self.over = True
@@ -91,7 +91,7 @@ def main(name: str) -> None:
         loss=loss,
         optimizer=optax.sgd(0.01, momentum=0.9),
         mesh=f"data={jax.device_count()}",
-        log_every=case.updates,
+        log_every=case.steps,
     )
     trainer.fit(
         lambda step, count: batch, steps=10**6, batch_size=size, callbacks=[InTurns()],

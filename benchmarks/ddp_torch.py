@@ -44,17 +44,17 @@ def main(name: str) -> None:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    def update() -> None:
+    def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    update()
+    step()
     TURNS.tell(ready=True)
     while TURNS.told_to_go():
         start = time.perf_counter()
-        for _ in range(case.updates):
-            update()
+        for _ in range(case.steps):
+            step()
         TURNS.tell(seconds=time.perf_counter() - start)
     if TURNS.count > 1:
         torch.distributed.destroy_process_group()

@@ -20,14 +20,14 @@ class Case:
 
     Attributes:
         batch: samples of each process.
-        updates: updates of a turn.
+        steps: steps of a turn.
     """
 
     batch: int
-    updates: int
+    steps: int
 
 
-CASES = {"mlp": Case(batch=512, updates=6), "cnn": Case(batch=64, updates=6)}
+CASES = {"mlp": Case(batch=512, steps=6), "cnn": Case(batch=64, steps=6)}
 WIDTHS = (784, 1024, 1024, 10)
 IMAGE, CHANNELS = 32, (3, 32, 64, 64)
 """The images have as many rows as columns; each convolution halves them."""
@@ -73,7 +73,7 @@ class Group:
         case = CASES[self._case]
         self._say("go")
         seconds = self._read()["seconds"]
-        return case.batch * self._count * case.updates / seconds
+        return case.batch * self._count * case.steps / seconds
 
     def __exit__(self, *_: object) -> None:
         self._say("end")

@@ -1,4 +1,4 @@
-"""Fits the times of kernels to measured updates: `KERNEL_TIMES` in planner/workload/gpu_rules.
+"""Fits the times of kernels to measured steps: `KERNEL_TIMES` in planner/workload/gpu_rules.
 
 Least squares of the relative errors of the points in benchmarks/results/gpu_planner.json that are
 marked `fitted`. Nothing runs on a GPU. The fit is printed beside the constants of the table, with
@@ -44,8 +44,8 @@ class Measured:
         point: the point.
         works: the kernels of one microbatch.
         chip: the chip.
-        rest: seconds of an update besides those kernels.
-        seconds: measured seconds of an update.
+        rest: seconds of a step besides those kernels.
+        seconds: measured seconds of a step.
     """
 
     point: Point
@@ -108,7 +108,7 @@ def fit_times(points: Sequence[Measured], start: KernelTimes) -> KernelTimes:
 
 
 def _kernel_seconds(point: Point, works: Works, chip: Chip, times: KernelTimes) -> float:
-    """Return the seconds of all kernels of an update's microbatches."""
+    """Return the seconds of all kernels of a step's microbatches."""
     rate = chip.tflops_per_device * 1e12 * chip.product_share * chip.bfloat16_share
     return point.microbatches * float((works.times * seconds_of(works, chip, rate, times)).sum())
 

@@ -27,7 +27,7 @@ from meshwright.planner.search.search import search
 
 HARDWARE = "1xH200"
 ROWS = {"medium": 32, "llama": 16}
-"""Models, with the rows of an update."""
+"""Models, with the rows of a step."""
 MICROBATCHES = (1, 2, 4)
 SHARES = (0.9, 0.12)
 """Shares of the GPU's memory that a plan may take: the default, and 17 GB."""

@@ -3,8 +3,8 @@
 `meshwright train` with float32 master weights, AdamW and bf16 compute, on random tokens. For each
 model, settings are tried in order until one fits; those that do not are recorded with the message.
 
-    python benchmarks/gpu_largest.py [--only gemma3_1b,gemma3_4b] [--turns 2] [--updates 5]
-    python benchmarks/gpu_largest.py --only gemma3_nano --updates 2    # on a CPU, not recorded
+    python benchmarks/gpu_largest.py [--only gemma3_1b,gemma3_4b] [--turns 2] [--steps 5]
+    python benchmarks/gpu_largest.py --only gemma3_nano --steps 2    # on a CPU, not recorded
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="gemma3_1b,gemma3_4b", help=", ".join(ATTEMPTS))
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--updates", type=int, default=5, help="updates of a turn")
+    parser.add_argument("--steps", "--updates", type=int, default=5, help="steps of a turn")
     options = parser.parse_args()
     # By default JAX leaves a quarter of the memory to others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -74,7 +74,7 @@ def train(name: str, case: Case, settings: str, options: argparse.Namespace) -> 
     with tempfile.TemporaryDirectory() as folder:
         data = case.data.write(Path(folder))
         side = f"meshwright:training.global_batch_size={case.rows} {settings}"
-        worker = Worker(side, name, data, options.updates)
+        worker = Worker(side, name, data, options.steps)
         for _ in range(options.turns):
             worker.take_turn()
         figures = worker.figures(case, 0.0)

@@ -5,13 +5,13 @@ kernels=none. Rounding differs between them, and training amplifies it. How much
 do is measured by controls: kernels=none with the rows of every batch in another order, which
 changes nothing but the order of sums. The tokens follow a random chain, so that the loss falls.
 
-Judged over all updates, where d is the difference of a run's loss to that of kernels=none:
+Judged over all steps, where d is the difference of a run's loss to that of kernels=none:
 the largest |d| of auto and xla is at most twice the largest of the controls, and the mean |d| is at
 most 1.5 times the mean of the control with the larger one. A run in float32 without kernels shows
 which of them are closer to exact arithmetic; nothing is asked of that.
 
-    python benchmarks/gpu_losses.py [--updates 100] [--without-float32]
-    python benchmarks/gpu_losses.py --nano --updates 10    # on a CPU, not recorded
+    python benchmarks/gpu_losses.py [--steps 100] [--without-float32]
+    python benchmarks/gpu_losses.py --nano --steps 10    # on a CPU, not recorded
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Chain:
         self.chances = np.cumsum(weights / weights.sum())
 
     def __call__(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
-        """Return the batch of an update; `order` is the seed of the order of its rows."""
+        """Return the batch of a step; `order` is the seed of the order of its rows."""
         random = np.random.default_rng((11, step))
         tokens = np.empty((batch_size, self.length + 1), np.int32)
         tokens[:, 0] = random.integers(0, KINDS, batch_size)
@@ -64,12 +64,12 @@ class Chain:
 
 def losses(
     sizes: dict[str, Any],
-    updates: int,
+    steps: int,
     kernels: str,
     order: int | None = None,
     precision: str = "bf16",
 ) -> np.ndarray:
-    """Return the loss of every update."""
+    """Return the loss of every step."""
     found: dict[int, float] = {}
     rows = 8 if sizes is NANO else 32
     trainer = mw.Trainer(
@@ -86,19 +86,19 @@ def losses(
     )
     trainer.fit(
         Chain(rows, sizes["context_length"], order),
-        steps=updates,
+        steps=steps,
         batch_size=rows,
-        on_metrics=lambda update, values: found.update({update: values["loss"]}),
+        on_metrics=lambda step, values: found.update({step: values["loss"]}),
         progress=False,
     )
     del trainer
     gc.collect()
-    return np.array([found[n] for n in range(1, updates + 1)])
+    return np.array([found[n] for n in range(1, steps + 1)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--steps", "--updates", type=int, default=100)
     parser.add_argument("--without-float32", action="store_true", help="leave that run out")
     parser.add_argument("--nano", action="store_true", help="a tiny model, for trying it out")
     options = parser.parse_args()
@@ -109,7 +109,7 @@ def main() -> None:
         runs["none, float32"] = ("none", None, "no")
     curves: dict[str, np.ndarray] = {}
     for name, how in runs.items():
-        curves[name] = losses(sizes, options.updates, *how)
+        curves[name] = losses(sizes, options.steps, *how)
         print(f"{name}: {curves[name][0]:.4f} → {curves[name][-1]:.4f}", flush=True)
     plain = curves["none"]
     assert plain[-1] < plain[0] - 0.01, "the loss does not fall: nothing is learned"
@@ -118,9 +118,9 @@ def main() -> None:
     print(*figures.items(), sep="\n")
     print(*(f"{what}: {found}" for what, found in targets.items()), sep="\n")
     if gpu_name() and not options.nano:
-        steps = sorted({0, *range(9, options.updates, 10)})
+        steps = sorted({0, *range(9, options.steps, 10)})
         shown = {k: {n + 1: round(float(v[n]), 5) for n in steps} for k, v in curves.items()}
-        record = {"gpu": gpu_name(), "updates": options.updates, "differences": figures}
+        record = {"gpu": gpu_name(), "updates": options.steps, "differences": figures}
         write_record("gpu_losses", record | {"losses": shown, "targets": targets})
     missed = [what for what, found in targets.items() if found.startswith("missed")]
     assert not missed or options.nano, f"farther apart than rounding explains: {missed}"

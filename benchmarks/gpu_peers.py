@@ -4,7 +4,7 @@ Both sides train the same model on the same data with AdamW, clipping at norm 1.
 master weights and bf16 compute. Each runs in a process of its own; they take turns of 20 seconds.
 The first turn of a side warms up, and three more are measured: a minute at the card's power limit.
 Turns of a second would measure a cooler card at higher clocks. Tokens and pixels are random and
-different in every update: a batch that is repeated is soon learned, and gradients near zero need
+different in every step: a batch that is repeated is soon learned, and gradients near zero need
 less power. Clocks, power and joules are recorded.
 
     python benchmarks/gpu_peers.py [--only gpt2,gpt2_medium] [--turns 4] [--seconds 20]
@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--only", default="gpt2,gpt2_medium", help=", ".join(CASES))
     parser.add_argument("--turns", type=int, default=4, help="the first only warms up")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long a turn lasts")
-    parser.add_argument("--updates", type=int, default=20, help="between two looks at the clock")
+    parser.add_argument(
+        "--steps", "--updates", type=int, default=20, help="between two looks at the clock"
+    )
     parser.add_argument(
         "--sides", default="meshwright,transformers", help="or torchvision, plain_jax"
     )
@@ -58,7 +60,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=3, metavar=("SIDE", "CASE", "DATA"))
     options = parser.parse_args()
     if options.worker:
-        work(*options.worker, options.updates)
+        work(*options.worker, options.steps)
         return
     gpu = gpu_name()
     with_torch = options.sides != "meshwright"
@@ -69,21 +71,21 @@ def main() -> None:
         save(rows, gpu, peak)
 
 
-def work(side: str, name: str, data: str, updates: int) -> None:
+def work(side: str, name: str, data: str, steps: int) -> None:
     """Train one side of a case, in turns."""
     side, _, settings = side.partition(":")
     if side == "meshwright":
         from peer_meshwright import train_meshwright
 
-        train_meshwright(CASES[name], Path(data), updates, settings.split())
+        train_meshwright(CASES[name], Path(data), steps, settings.split())
     elif side == "plain_jax":
         from peer_plain_jax import train_plain
 
-        train_plain(CASES[name], Path(data), updates)
+        train_plain(CASES[name], Path(data), steps)
     else:
         from peer_torch import train_torch
 
-        train_torch(CASES[name], side, Path(data), updates)
+        train_torch(CASES[name], side, Path(data), steps)
 
 
 def compare(name: str, options: argparse.Namespace, peak: float) -> dict[str, Any]:
@@ -98,11 +100,11 @@ def compare(name: str, options: argparse.Namespace, peak: float) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         data = case.data.write(Path(folder))
         workers = {
-            side: Worker(spelled, name, data, options.updates, seconds=options.seconds)
+            side: Worker(spelled, name, data, options.steps, seconds=options.seconds)
             for side, spelled in sides.items()
         }
         for worker in workers.values():
-            print(f"{name}: first update after {worker.first:.0f} s", flush=True)
+            print(f"{name}: first step after {worker.first:.0f} s", flush=True)
         meter = PowerMeter()
         for _ in range(options.turns):
             for worker in workers.values():

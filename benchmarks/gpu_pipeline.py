@@ -1,8 +1,8 @@
 """Measures the overhead and the memory of a four-stage pipeline on a single GPU.
 
 One GPU compiles and runs the first of four stages (`jax_mock_gpu_topology`; communication is
-mocked, so nothing waits). The stage's time for an update is compared with its share, by FLOPs, of
-the time of the same update on one GPU without stages.
+mocked, so nothing waits). The stage's time for a step is compared with its share, by FLOPs, of
+the time of the same step on one GPU without stages.
 
     python benchmarks/gpu_pipeline.py
 """
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def alone() -> dict[str, Any]:
-    """Measure an update without stages."""
+    """Measure a step without stages."""
     assembled, batch = assemble_gpt(1, None, 1)
     return measure(assembled, batch)
 

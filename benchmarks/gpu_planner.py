@@ -1,4 +1,4 @@
-"""Compares predicted with measured memory and time of updates on one GPU.
+"""Compares predicted with measured memory and time of steps on one GPU.
 
 Each point is a model, rows of a batch, what the backward pass recomputes, whether blocks are
 rolled, and microbatches. The times of kernels (`KERNEL_TIMES` in planner/workload/gpu_rules) were
@@ -205,8 +205,8 @@ def measure(point: Point) -> dict[str, Any]:
     return row
 
 
-def run(assembled: Any, compiled: Any, updates: int = 4, rounds: int = 3) -> float:
-    """Return the milliseconds of an update, while no other point runs."""
+def run(assembled: Any, compiled: Any, steps: int = 4, rounds: int = 3) -> float:
+    """Return the milliseconds of a step, while no other point runs."""
     import jax
     import jax.numpy as jnp
 
@@ -229,10 +229,10 @@ def run(assembled: Any, compiled: Any, updates: int = 4, rounds: int = 3) -> flo
     taken: list[float] = []
     for _ in range(rounds):
         begun = time.perf_counter()
-        for _ in range(updates):
+        for _ in range(steps):
             state, _ = compiled(state, batch)
         jax.block_until_ready(state)
-        taken.append((time.perf_counter() - begun) / updates)
+        taken.append((time.perf_counter() - begun) / steps)
     return 1e3 * statistics.median(taken)
 
 

@@ -1,6 +1,6 @@
-"""Measures how long `meshwright train` takes to the first update of GPT-2 124M on one GPU.
+"""Measures how long `meshwright train` takes to the first step of GPT-2 124M on one GPU.
 
-From the start of the process to the line that reports the update: imports, data and the ledger
+From the start of the process to the line that reports the step: imports, data and the ledger
 included. The first run has an empty compilation cache, the others find what it has left there. What
 JAX alone needs for the first number is measured in turns with them.
 
@@ -24,7 +24,7 @@ from gpu_peers import gpu_name
 from record import verdict, write_record
 
 COLD, WARM = 35.0, 12.0
-"""Seconds to the first update, at most."""
+"""Seconds to the first step, at most."""
 VOCABULARY, LENGTH, ROWS = 50304, 1024, 32
 SETTINGS = (
     *("model=gpt2", f"model.vocab_size={VOCABULARY}", "model.dropout=0"),

@@ -25,7 +25,7 @@ from meshwright.tasks import find_task
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--block", type=int, default=100, help="updates of a turn")
+    parser.add_argument("--block", type=int, default=100, help="steps of a turn")
     parser.add_argument("--nano", action="store_true", help="a tiny model, for trying it out")
     options = parser.parse_args()
     sizes, rows = (NANO, 8) if options.nano else (SIZES, 32)

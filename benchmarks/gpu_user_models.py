@@ -5,8 +5,8 @@ the same tokens as our GPT-2 of the same size: 12 blocks of width 768, 32 rows o
 Each runs in a process of its own, and those of a group take turns. Our model with kernels is in
 every group, and ratios are to it. A group is what fits into the memory of one GPU.
 
-    python benchmarks/gpu_user_models.py [--turns 4] [--updates 15]
-    python benchmarks/gpu_user_models.py --nano --turns 2 --updates 2    # on a CPU, not recorded
+    python benchmarks/gpu_user_models.py [--turns 4] [--steps 15]
+    python benchmarks/gpu_user_models.py --nano --turns 2 --steps 2    # on a CPU, not recorded
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AT_LEAST = 0.95
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--updates", type=int, default=15, help="updates of a turn")
+    parser.add_argument("--steps", "--updates", type=int, default=15, help="steps of a turn")
     parser.add_argument("--groups", default="0,1,2,3", help="which groups, by number")
     parser.add_argument("--kernels", default="auto", help="auto, or xla to see them on a CPU")
     parser.add_argument("--nano", action="store_true", help="tiny models, for trying it out")
@@ -67,9 +67,9 @@ def compare(
             chosen = kernels or options.kernels
             case = f"{name}_nano" if options.nano else name
             side = f"meshwright:kernels={chosen}"
-            worker = workers[name, chosen] = Worker(side, case, data, options.updates)
+            worker = workers[name, chosen] = Worker(side, case, data, options.steps)
             # One after the other: no start should compete with another for the processor.
-            print(f"{name} kernels={chosen}: first update after {worker.first:.0f} s", flush=True)
+            print(f"{name} kernels={chosen}: first step after {worker.first:.0f} s", flush=True)
         for _ in range(options.turns):
             for worker in workers.values():
                 worker.take_turn()

@@ -66,7 +66,7 @@ class Loop:
     """A training loop and its measurements.
 
     Attributes:
-        step: runs one update and returns the loss, without waiting for it.
+        step: runs one step and returns the loss, without waiting for it.
         block: steps per measurement.
         leaves: number of arrays that the step takes and returns.
         wall: milliseconds per step of each block.

@@ -164,7 +164,7 @@ def soak(record: dict[str, Any]) -> list[str]:
     return [
         *table(("signal", "times"), faults),
         "",
-        f"{record['updates']:,} updates in {record['minutes']} min, {record['launches']} launches "
+        f"{record['updates']:,} steps in {record['minutes']} min, {record['launches']} launches "
         f"and {record['restarts']} restarts; goodput {record['goodput']:.0%}.",
     ]
 
@@ -202,7 +202,7 @@ def gpu_planner(record: dict[str, Any]) -> list[str]:
         for row in record["rows"]
         if "ms" in row
     ]
-    return table(("point", "memory", "error", "update", "error"), rows)
+    return table(("point", "memory", "error", "step", "error"), rows)
 
 
 def host_overhead(record: dict[str, Any]) -> list[str]:
@@ -333,14 +333,14 @@ def trainer_overhead(record: dict[str, Any]) -> list[str]:
     rows = [
         ["bare step", f"{record['bare_step_ms']:.1f} ms", ""],
         ["trainer / bare step", f"{record['ratio']:.3f}", f"95%: {spread(record['ratio_95'])}"],
-        ["a save costs", f"{record['save_costs_ms']:.0f} ms", "of updates"],
+        ["a save costs", f"{record['save_costs_ms']:.0f} ms", "of step time"],
         ["a save blocks", f"{held:.1f} ms", f"{held / whole:.1%} of a synchronous save"],
     ]
     return table(("", "median", ""), rows)
 
 
 def gpu_start(record: dict[str, Any]) -> list[str]:
-    """Seconds to the first update with an empty and a warm cache, and those of JAX alone."""
+    """Seconds to the first step with an empty and a warm cache, and those of JAX alone."""
     rows = [
         ["empty cache", f"{record['cold']:.1f}"],
         ["warm cache", ", ".join(f"{seconds:.1f}" for seconds in record["warm"])],

@@ -78,7 +78,7 @@ class Case:
     """One model and batch.
 
     Attributes:
-        rows: samples of an update.
+        rows: samples of a step.
         data: what a sample is.
         overrides: the model for `meshwright train`.
         peer: name of the transformers config class, and its arguments; None without a peer.
@@ -100,8 +100,8 @@ class Case:
         size = self.data.size if isinstance(self.data, Images) else 0
         return f"{self.rows}×{size}×{size}" if size else f"{self.rows}×{self.data.units}"
 
-    def update_flops(self, parameters: int) -> float:
-        """Return the FLOPs of an update: 6 for each parameter and token, and attention."""
+    def step_flops(self, parameters: int) -> float:
+        """Return the FLOPs of a step: 6 for each parameter and token, and attention."""
         length = self.data.units
         decoder = length * (6 * parameters + 12 * self.attention * length / 2)
         return self.rows * (self.flops or decoder)

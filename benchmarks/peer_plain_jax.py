@@ -195,7 +195,7 @@ def initial(sizes: Sizes) -> Weights:
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
 def step(state: Any, tokens: Any, sizes: Sizes) -> Any:
-    """One update: gradients, clipping, AdamW."""
+    """One step: gradients, clipping, AdamW."""
     weights, first, second, count = state
     loss, gradients = jax.value_and_grad(loss_of)(weights, tokens, sizes)
     size = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
@@ -211,7 +211,7 @@ def step(state: Any, tokens: Any, sizes: Sizes) -> Any:
     return (jax.tree.map(move, weights, first, second), first, second, count), (loss, size)
 
 
-def train_plain(case: Case, data: Path, updates: int) -> None:
+def train_plain(case: Case, data: Path, steps: int) -> None:
     """Train Gemma 3 1B in turns, on rows of a file of tokens that a thread reads ahead."""
     sizes = NANO if case.data.units == NANO.length else Sizes(case.rows, case.data.units)
     weights = jax.jit(initial, static_argnums=0)(sizes)
@@ -230,21 +230,21 @@ def train_plain(case: Case, data: Path, updates: int) -> None:
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(read)
 
-        def update(state: Any) -> Any:
+        def advance(state: Any) -> Any:
             nonlocal ahead
             rows, ahead = ahead.result(), pool.submit(read)
             return compiled(state, rows)
 
-        state, (loss, _) = update(state)
+        state, (loss, _) = advance(state)
         float(loss)
         tell(first_update=since_start())
         while told_to_go():
             begun = time.perf_counter()
             done, value = 0, 0.0
             while not done or not turn_over(begun):
-                for _ in range(updates):
-                    state, (loss, _) = update(state)
-                done, value = done + updates, float(loss)
+                for _ in range(steps):
+                    state, (loss, _) = advance(state)
+                done, value = done + steps, float(loss)
             memory = jax.devices()[0].memory_stats() or {}
             tell(
                 seconds=time.perf_counter() - begun,

@@ -17,9 +17,9 @@ from peer_cases import Case
 MARK = "@measured "
 BEGAN = "GPU_PEERS_BEGAN"
 TURNS = "GPU_PEERS_TURNS"
-UPDATES = "GPU_PEERS_UPDATES"
+STEPS = "GPU_PEERS_STEPS"
 SECONDS = "GPU_PEERS_SECONDS"
-"""How long a turn lasts at least; the clock is read every few updates."""
+"""How long a turn lasts at least; the clock is read every few steps."""
 PEER_PYTHON = "PEER_PYTHON"
 """Names an interpreter that has PyTorch, if this one has not."""
 
@@ -32,17 +32,17 @@ class Worker:
             ``torchvision``.
         name: the case.
         data: the path of its data.
-        updates: updates of a turn, or between two looks at the clock.
+        steps: steps of a turn, or between two looks at the clock.
         seconds: how long a turn lasts at least.
     """
 
     def __init__(
-        self, side: str, name: str, data: Path, updates: int, *, seconds: float = 0.0
+        self, side: str, name: str, data: Path, steps: int, *, seconds: float = 0.0
     ) -> None:
         main = Path(__file__).with_name("gpu_peers.py")
         ours = side.split(":")[0] == "meshwright"
         python = sys.executable if ours else os.environ.get(PEER_PYTHON, sys.executable)
-        command = [python, str(main), "--worker", side, name, str(data), "--updates", str(updates)]
+        command = [python, str(main), "--worker", side, name, str(data), "--steps", str(steps)]
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", BEGAN: str(time.time())}
         env[SECONDS] = str(seconds)
         words = "".join(c if c.isalnum() else "_" for c in f"{name}_{side}")
@@ -56,7 +56,7 @@ class Worker:
 
     @property
     def first(self) -> float:
-        """How long it took from its start to the end of its first update; waits for that."""
+        """How long it took from its start to the end of its first step; waits for that."""
         if self._first is None:
             self._first = self._read()["first_update"]
         return self._first
@@ -78,7 +78,7 @@ class Worker:
         turns = self.turns[1:] or self.turns
         seconds = statistics.median(turn["seconds"] / turn["updates"] for turn in turns)
         params = turns[-1]["parameters"]
-        rate = case.update_flops(params) / seconds
+        rate = case.step_flops(params) / seconds
         return {
             f"{case.data.unit}_per_second": round(case.rows * case.data.units / seconds),
             "ms": round(seconds * 1e3, 2),

@@ -13,7 +13,7 @@ from peer_cases import Case, Images
 from peer_process import since_start, tell, told_to_go, turn_over
 
 
-def train_torch(case: Case, side: str, data: Path, updates: int) -> None:
+def train_torch(case: Case, side: str, data: Path, steps: int) -> None:
     """Train with bf16 autocast, sdpa, fused AdamW, and torch.compile of model and loss."""
     import torch
 
@@ -35,7 +35,7 @@ def train_torch(case: Case, side: str, data: Path, updates: int) -> None:
     compiled = torch.compile(loss_of(model, case), backend=backend)
     batches = batches_of(case, data, device)
 
-    def update() -> Any:
+    def step() -> Any:
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = compiled(*next(batches))
         loss.backward()
@@ -44,19 +44,19 @@ def train_torch(case: Case, side: str, data: Path, updates: int) -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss
 
-    update().item()
+    step().item()
     tell(first_update=since_start())
     for _ in range(3):
-        update().item()
+        step().item()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     while told_to_go():
         start = time.perf_counter()
         done, value = 0, 0.0
         while not done or not turn_over(start):
-            for _ in range(updates):
-                loss = update()
-            done, value = done + updates, loss.item()
+            for _ in range(steps):
+                loss = step()
+            done, value = done + steps, loss.item()
         tell(
             seconds=time.perf_counter() - start,
             updates=done,

@@ -9,36 +9,36 @@ from collections.abc import Mapping
 
 import jax
 from flax import nnx
-from peer_process import UPDATES, since_start, tell, told_to_go, turn_over
+from peer_process import STEPS, since_start, tell, told_to_go, turn_over
 
 import meshwright as mw
 
 
 class Turns(mw.Callback):
-    """Waits for its turn after every logged update, and tells how long the last turn took."""
+    """Waits for its turn after every logged step, and tells how long the last turn took."""
 
     def __init__(self) -> None:
         self._start: float | None = None
-        self._updates = 0
+        self._steps = 0
         self._over = False
 
-    def on_log(self, update: int, values: Mapping[str, float]) -> None:
+    def on_log(self, step: int, values: Mapping[str, float]) -> None:
         """Tell what was measured, and wait for the next turn."""
         now = time.perf_counter()
         if self._over:
             return
-        if update == 1:
+        if step == 1:
             tell(first_update=since_start())
             return
         if self._start is not None:
-            self._updates += int(os.environ[UPDATES])
+            self._steps += int(os.environ[STEPS])
             if not turn_over(self._start):
                 return
             stats = jax.local_devices()[0].memory_stats() or {}
             params = nnx.state(self.context.model, nnx.Param)
             tell(
                 seconds=now - self._start,
-                updates=self._updates,
+                updates=self._steps,
                 peak=stats.get("peak_bytes_in_use", 0),
                 loss=values["loss"],
                 parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -47,7 +47,7 @@ class Turns(mw.Callback):
         if not told_to_go():
             self._over = True
             self.context.stop("the comparison is over")
-        self._updates, self._start = 0, time.perf_counter()
+        self._steps, self._start = 0, time.perf_counter()
 
     def _kernels(self) -> dict[str, int]:
         """Return how many parts of each kind which kernel evaluates."""

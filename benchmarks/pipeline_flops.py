@@ -72,7 +72,7 @@ def measure(name: str, chunks: int, reference: dict[str, Any]) -> dict[str, Any]
 
 
 def flops(compiled: Any, counts: OpCounts | None = None, stage: int = 0) -> int:
-    """Return the FLOPs of all products that a stage runs in an update."""
+    """Return the FLOPs of all products that a stage runs in a step."""
     program = parse_hlo(compiled.as_text())
     total = 0
     for computation, instruction, count in executed(program, program.entry, 1):

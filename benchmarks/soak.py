@@ -3,7 +3,7 @@
 Three processes train under `meshwright launch --restarts`, while random ones of them are killed
 (SIGKILL), paused (SIGSTOP, and SIGCONT after up to six seconds) or preempted (SIGTERM, after which
 the same command is launched again). At the end the run is stopped, and an undisturbed run of as
-many updates must have the same losses and parameters, bit for bit.
+many steps must have the same losses and parameters, bit for bit.
 
     python benchmarks/soak.py [--minutes 5] [--seed 0]
 """
@@ -72,17 +72,17 @@ class Soak:
             # Never two of them in a row: three starts without progress would end the launch.
             early = not early and self.chance.random() < EARLY
             if not early:
-                self._wait_for_updates()
+                self._wait_for_steps()
             self._watch(self.chance.uniform(*(EARLY_SECONDS if early else TRAINING_SECONDS)))
             if time.monotonic() - started < seconds:
                 self._disturb()
-        self._wait_for_updates()
+        self._wait_for_steps()
         self._launcher.send_signal(signal.SIGTERM)
         self._launcher.wait(GRACE_SECONDS)
         self._ended()
         return time.monotonic() - started
 
-    def _wait_for_updates(self) -> None:
+    def _wait_for_steps(self) -> None:
         file = self.folder / "run/metrics.jsonl"
         before, until = _size(file), time.monotonic() + START_SECONDS
         while _size(file) == before:
@@ -150,19 +150,19 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def updates_of(run: Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of each update, as it was done last."""
+def steps_of(run: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each step, as it was done last."""
     # A killed process may have left half a line.
     lines = (run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines if line.endswith("}")]
-    return {row["update"]: row for row in rows if row["split"] == "train"}
+    return {row["step"]: row for row in rows if row["split"] == "train"}
 
 
 def compare(disturbed: Path, undisturbed: Path, last: int) -> dict[str, bool]:
     """Return whether two runs have the same losses and parameters, bit for bit."""
-    one, other = updates_of(disturbed), updates_of(undisturbed)
-    params, expected = (mw.read_params(run, update=last) for run in (disturbed, undisturbed))
-    losses = [[rows[update]["loss"] for update in range(1, last + 1)] for rows in (one, other)]
+    one, other = steps_of(disturbed), steps_of(undisturbed)
+    params, expected = (mw.read_params(run, step=last) for run in (disturbed, undisturbed))
+    losses = [[rows[step]["loss"] for step in range(1, last + 1)] for rows in (one, other)]
     return {
         "losses": losses[0] == losses[1],
         "parameters": params.keys() == expected.keys()
@@ -181,12 +181,12 @@ def main() -> None:
         calm.mkdir()
         soak = Soak(folder, random.Random(asked.seed))
         seconds = soak.run(60 * asked.minutes)
-        updates = updates_of(folder / "run")
+        steps = steps_of(folder / "run")
         last = max(int(path.name) for path in folder.glob("run/checkpoints/*[0-9]"))
         assert launch(calm, f"training.steps={last}").wait() == 0, (calm / "stderr").read_text()
         same = compare(folder / "run", calm / "run", last)
-    # The last update before a stop is not timed.
-    useful = sum(row.get("step_seconds", 0.0) for update, row in updates.items() if update <= last)
+    # The last step before a stop is not timed.
+    useful = sum(row.get("step_seconds", 0.0) for step, row in steps.items() if step <= last)
     figures = {
         "minutes": round(seconds / 60, 1),
         "updates": last,

@@ -1,7 +1,7 @@
-"""Compares our step with the same update written by hand, so that nobody slows it down unnoticed.
+"""Compares our step with the same step written by hand, so that nobody slows it down unnoticed.
 
 Both train gpt2_tiny (no dropout, float32) with AdamW and report loss, accuracy and gradient norm.
-They take turns on one device; the first update shows that they compute the same.
+They take turns on one device; the first step shows that they compute the same.
 
     python benchmarks/step_guard.py
 """
@@ -24,7 +24,7 @@ from small_gpt import assemble_gpt
 
 from meshwright.tasks import find_task
 
-ROUNDS, UPDATES, ROWS, LENGTH, VOCABULARY, HEADS = 20, 2, 4, 128, 1024, 4
+ROUNDS, STEPS, ROWS, LENGTH, VOCABULARY, HEADS = 20, 2, 4, 128, 1024, 4
 AT_LEAST_ROUNDS, BUDGET = 8, 60.0
 """On a loaded machine fewer rounds are run: until the seconds of the budget are over."""
 AT_MOST = 1.05
@@ -76,7 +76,7 @@ def loss_of(weights: dict[str, Any], tokens: Any) -> tuple[Any, Any]:
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def by_hand(weights: Any, moments: Any, tokens: Any) -> Any:
-    """One update, written by hand."""
+    """One step, written by hand."""
     (loss, accuracy), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights, tokens)
     updates, moments = optax.adamw(1e-3).update(gradients, moments, weights)
     figures = {"loss": loss, "accuracy": accuracy, "grad_norm": optax.tree.norm(gradients)}
@@ -106,15 +106,15 @@ def main() -> None:
         started = time.perf_counter()
         if number >= AT_LEAST_ROUNDS and started - begun > BUDGET:
             break
-        for _ in range(UPDATES):
+        for _ in range(STEPS):
             state, ours = assembled.step(state, placed)
         jax.block_until_ready((state, ours))
         middle = time.perf_counter()
-        for _ in range(UPDATES):
+        for _ in range(STEPS):
             weights, moments, plain = by_hand(weights, moments, tokens)
         jax.block_until_ready((weights, plain))
-        seconds["meshwright"].append((middle - started) / UPDATES)
-        seconds["by hand"].append((time.perf_counter() - middle) / UPDATES)
+        seconds["meshwright"].append((middle - started) / STEPS)
+        seconds["by hand"].append((time.perf_counter() - middle) / STEPS)
     ratios = [a / b for a, b in zip(seconds["meshwright"], seconds["by hand"], strict=True)]
     ratio, *interval = median_interval(ratios)
     figures = {

@@ -1,6 +1,6 @@
 """Measures what the trainer adds to its step: metrics, trackers, background checkpoints.
 
-A run of the whole trainer (metrics every 10 updates, JSONL and TensorBoard, checkpoints)
+A run of the whole trainer (metrics every 10 steps, JSONL and TensorBoard, checkpoints)
 alternates with blocks of the bare compiled step, in one process, so that load on the machine
 affects both equally. Every other block of the trainer contains a checkpoint, which starts in its
 middle; what such a block takes longer is the cost of a save. Afterwards, a save is compared with a
@@ -47,10 +47,10 @@ class Work:
 
     Attributes:
         trainer: the trainer.
-        data: the batch of every update.
+        data: the batch of every step.
         pairs: how often trainer and bare step take turns; every other time, a checkpoint is saved
             in the middle of the trainer's turn.
-        block: updates of a turn.
+        block: steps of a turn.
     """
 
     trainer: mw.Trainer
@@ -184,7 +184,7 @@ def report(work: Work) -> dict[str, Any]:
     print(f"bare step     {bare:8.1f} ms, {work.pairs} pairs of blocks of {work.block}")
     print(f"trainer       {ratio:8.3f} × bare step (95%: {low:.3f} to {high:.3f}), lower bound at "
           f"most {WITHIN}: {verdict(low, WITHIN)}")  # fmt: skip
-    print(f"a save costs  {saved:8.1f} ms of updates")
+    print(f"a save costs  {saved:8.1f} ms of step time")
     print(f"a save blocks {held:8.1f} ms, {held / whole:.1%} of a synchronous save "
           f"({whole:.0f} ms), at most {BLOCKED:.0%}: {verdict(held / whole, BLOCKED)}")  # fmt: skip
     return {

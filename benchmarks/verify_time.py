@@ -3,7 +3,7 @@
 Each measurement is a fresh process that runs the command. The two versions alternate, and the
 fastest measurement of each counts. CPU time is judged: load on the machine changes the time by the
 clock from one measurement to the next. The earlier commit
-compared less: in the run's own precision one update instead of all, and no metrics.
+compared less: in the run's own precision one step instead of all, and no metrics.
 
     python benchmarks/verify_time.py [COMMIT]
 """

@@ -1,6 +1,6 @@
-"""Gradient accumulation: one update from several microbatches, with the activations of one.
+"""Gradient accumulation: one step from several microbatches, with the activations of one.
 
-Shows that 4 microbatches of 2048 make the same update as a batch of 8192 in less memory, and what
+Shows that 4 microbatches of 2048 make the same step as a batch of 8192 in less memory, and what
 reducing the gradients less often saves.
 Run: python examples/accumulation.py          (on 8 virtual devices)
      python examples/accumulation.py --real   (on the devices of this machine)

@@ -1,6 +1,6 @@
 """Data parallelism: every device holds the whole model and computes on its own samples.
 
-Shows what each device gets, what an update sends, and that the losses are those of one device.
+Shows what each device gets, what a step sends, and that the losses are those of one device.
 Run: python examples/data_parallel.py          (on 8 virtual devices)
      python examples/data_parallel.py --real   (on the devices of this machine)
 """
@@ -51,5 +51,5 @@ print(result)
 difference = max(abs(result.losses[n] - alone.losses[n]) for n in alone.losses)
 print(f"largest difference from the losses of one device: {difference:.1e}")
 ledger = mw.ledger(everywhere, batch)
-print(f"an update sends {ledger.sent_bytes:,} bytes from each device: {2 * (count - 1)}/{count} of")
+print(f"a step sends {ledger.sent_bytes:,} bytes from each device: {2 * (count - 1)}/{count} of")
 print(f"the {4 * parameters:,} bytes of gradients; the minimum is {ledger.minimum_bytes:,}")

@@ -1,6 +1,6 @@
 """FSDP: every device holds one part of the weights, the gradients and the optimizer state.
 
-Shows what each device holds, what an update sends, and that the losses are those of one device.
+Shows what each device holds, what a step sends, and that the losses are those of one device.
 Run: python examples/fsdp.py          (on 8 virtual devices)
      python examples/fsdp.py --real   (on the devices of this machine)
 """

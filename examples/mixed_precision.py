@@ -42,10 +42,10 @@ for precision in ("no", "bf16", "fp16"):
     metrics = {}
     result = mw.Trainer(
         model=Net, loss=loss, optimizer=optax.adam(1e-3), mesh="fsdp=-1", precision=precision
-    ).fit([batch] * 5, steps=5, on_metrics=lambda update, found: metrics.update(found))
+    ).fit([batch] * 5, steps=5, on_metrics=lambda step, found: metrics.update(found))
     last[precision] = result.losses[5]
     weight = result.params["up.kernel"].dtype
     print(f"{precision}: computes in {computed['hidden']}, weights in {weight}", end="")
     print(f", loss {last[precision]:.6f}, {abs(last[precision] / last['no'] - 1):.1e} from float32")
 scale, skipped = metrics["loss_scale"], metrics["skipped"]
-print(f"fp16 multiplied the loss by {scale:,.0f} and skipped {skipped:.0f} updates")
+print(f"fp16 multiplied the loss by {scale:,.0f} and skipped {skipped:.0f} steps")

@@ -37,9 +37,9 @@ def train(**where):
 
 result, parts = train(mesh="data=2,tensor=-1")
 mw.inspect_sharding(result.model.encoder, "encoder")
-for update in (1, 20):
-    nats, kl = parts[update]["reconstruction"], parts[update]["kl"]
-    print(f"update {update}: {result.losses[update]:.2f} = {nats:.2f} nats of pixels + {kl:.2f} KL")
+for step in (1, 20):
+    nats, kl = parts[step]["reconstruction"], parts[step]["kl"]
+    print(f"step {step}: {result.losses[step]:.2f} = {nats:.2f} nats of pixels + {kl:.2f} KL")
 x = data[0]["x"]
 output = result.model(x)
 error = np.abs(jax.nn.sigmoid(output.logits) - x).mean()

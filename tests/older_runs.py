@@ -18,7 +18,7 @@ from meshwright.step.canonical import CanonicalForm
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SAVED, RESUMED = 2, 4
-"""Updates done when the fixtures were saved, and when their expected values were noted."""
+"""Steps done when the fixtures were saved, and when their expected values were noted."""
 
 GPT = [
     "model=gpt2_nano", "data=synthetic", "model.vocab_size=32", "model.context_length=8",
@@ -95,16 +95,16 @@ def make(out):
     train_gpt(RESUMED, out / "gpt_resumed")
     lines = (out / "gpt_resumed/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines if '"train"' in line]
-    for run, updates in ((gpt, SAVED), (out / "gpt_resumed", RESUMED)):
-        params = mw.read_params(run, update=updates)
-        np.savez_compressed(out / f"gpt_{updates}.npz", losses=losses[:updates], **params)
+    for run, done in ((gpt, SAVED), (out / "gpt_resumed", RESUMED)):
+        params = mw.read_params(run, step=done)
+        np.savez_compressed(out / f"gpt_{done}.npz", losses=losses[:done], **params)
     sys.argv = ["train.py"]
     saved = fit_noisy(noisy, SAVED, mesh="data=2,fsdp=2", count=4)
     shutil.copytree(noisy, out / "noisy_resumed")
     resumed = fit_noisy(out / "noisy_resumed", RESUMED, mesh="data=2,fsdp=2", count=4)
     for result in (saved, resumed):
         arrays, losses = everything(result), list(result.losses.values())
-        np.savez_compressed(out / f"noisy_{result.updates}.npz", losses=losses, **arrays)
+        np.savez_compressed(out / f"noisy_{result.steps}.npz", losses=losses, **arrays)
     for folder in (out / "gpt_resumed", out / "noisy_resumed"):
         shutil.rmtree(folder)
     for file in [*out.rglob("commit_success.txt"), *out.rglob("train.log"), *out.rglob("run.json")]:

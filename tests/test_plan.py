@@ -278,7 +278,7 @@ def test_microbatches_of_a_pipeline_are_the_accumulation():
     assert batch_of(microbatches=4, gradient_accumulation_steps=12) == (24, 1, 12, 4)
 
 
-def test_flushes_must_divide_an_update():
+def test_flushes_must_divide_a_step():
     with pytest.raises(UserError, match="num_microbatches=4 or 6"):
         batch_of(microbatches=5, gradient_accumulation_steps=12)
 

@@ -144,11 +144,11 @@ PROOF = {
     "model": lambda rngs: nnx.Linear(4, 4, rngs=rngs),
     "loss": lambda model, batch: (model(batch) ** 2).mean(),
     "plan": PLAN,
-    "batches": lambda update: 1 / 0,
+    "batches": lambda step: 1 / 0,
 }
 FUNCTIONS = {
     "load_model run": mw.load_model,
-    "load_model update": lambda value: mw.load_model("folder", update=value),
+    "load_model step": lambda value: mw.load_model("folder", step=value),
     "read_params path": mw.read_params,
     "export_safetensors run": lambda value: mw.export_safetensors(value, "out.safetensors"),
     "export_safetensors out": lambda value: mw.export_safetensors("folder", value),

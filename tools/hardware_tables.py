@@ -42,7 +42,7 @@ _FAST_LINKS = {
     "ICI, one axis": ("TPU-v5e", "TPU-v5p"),
 }
 _BUSY_TOKENS = 32_768
-"""Tokens per device and update that are usual in large runs."""
+"""Tokens per device and step that are usual in large runs."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Interconnect:
         link: its name.
         gb_per_s: its bandwidth per chip in one direction.
         tensor: communication of 8-way tensor parallelism, in multiples of computing.
-        data_tokens: tokens per device and update at which data parallelism, or FSDP in 16 bits,
+        data_tokens: tokens per device and step at which data parallelism, or FSDP in 16 bits,
             communicates for as long as it computes.
         pipe: communication of a pipeline stage of 8 blocks, in multiples of computing.
         axes: the mesh axes it carries, along which a device communicates for no longer than it
-            computes, with 32k tokens per device and update.
+            computes, with 32k tokens per device and step.
     """
 
     link: str
@@ -171,7 +171,7 @@ def scaling_efficiency(compute_s: float, all_reduce_s: float, *, overlap: bool) 
     """Return the speed per device, relative to one that does not communicate.
 
     Args:
-        compute_s: seconds of computing per update.
+        compute_s: seconds of computing per step.
         all_reduce_s: seconds of reducing gradients.
         overlap: whether they are reduced during the backward pass: only what lasts longer than it
             costs time. Without it, all of it does.
@@ -190,7 +190,7 @@ def data_parallel_rows(
     Args:
         chip: the name of the chip.
         parameters: of the model.
-        tokens_per_device: per update.
+        tokens_per_device: per step.
         counts: numbers of devices.
     """
     found = chip_by_name(chip)

@@ -45,7 +45,7 @@ class Plan(Frozen):
 
     Attributes:
         mesh: axis sizes larger than 1, outermost first; empty on one device.
-        batch: samples per update, per device and per microbatch.
+        batch: samples per step, per device and per microbatch.
         sharding: what is sharded, how long gathered weights live, rules, remat.
         schedule: pipeline schedule; null without a pipe axis.
         num_microbatches: microbatches between two flushes of the pipeline; 1 without a pipe axis.
@@ -101,7 +101,7 @@ class Plan(Frozen):
         if steps % count:
             choices = nearest_microbatches(steps, count, group)
             raise UserError(
-                f"{count} microbatches at a time do not divide the {steps} of an update",
+                f"{count} microbatches at a time do not divide the {steps} of a step",
                 why=f"{Setting('pipeline.num_microbatches', count)}, "
                 f"{Setting('training.gradient_accumulation_steps', steps)}",
                 fix=f"write {Setting('pipeline.num_microbatches', *choices)}, or leave one of the "

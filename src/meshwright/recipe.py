@@ -59,9 +59,9 @@ class Recipe:
         config_data: the data, for training and held out.
         optimizer: the optimizer.
         clip_norm: largest global gradient norm; None does not clip.
-        learning_rate: the learning rate by update.
+        learning_rate: the learning rate by step.
         duration: how long to train.
-        guarded: whether updates that are not finite change nothing.
+        guarded: whether steps that are not finite change nothing.
     """
 
     model: ModelSource
@@ -119,12 +119,12 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
     loss = _explained(task.loss, config)
     config_data = find_data(config, task)
     duration = training_duration(config)
-    updates = None
+    steps = None
     # A constant learning rate does not depend on the data, which may be given later.
     if duration.seconds is None and config.optimizer.schedule != "constant":
         samples = None if duration.epochs is None else config_data.train.num_samples
-        updates = duration.total_updates(num_samples=samples, batch_size=global_batch_size)
-    rate = learning_rate(config, global_batch_size, updates)
+        steps = duration.total_steps(num_samples=samples, batch_size=global_batch_size)
+    rate = learning_rate(config, global_batch_size, steps)
     return Recipe(
         model=_model_source(config, loss, config_data),
         loss=loss,
@@ -148,7 +148,7 @@ def make_model_source(config: Config) -> ModelSource:
 def training_duration(config: Config) -> Duration:
     """Return the training duration of a config."""
     text = config.training.max_duration
-    return Duration(updates=config.training.steps) if text is None else parse_duration(text)
+    return Duration(steps=config.training.steps) if text is None else parse_duration(text)
 
 
 def check_sections(config: Config) -> None:
@@ -193,21 +193,21 @@ def make_optimizer(config: Config, rate: optax.Schedule) -> optax.GradientTransf
     return optimizer
 
 
-def learning_rate(config: Config, global_batch_size: int, updates: int | None) -> optax.Schedule:
-    """Return the learning rate as a function of the update, scaled with the global batch.
+def learning_rate(config: Config, global_batch_size: int, steps: int | None) -> optax.Schedule:
+    """Return the learning rate as a function of the step, scaled with the global batch.
 
-    ``updates`` is the number of updates; None if it is not known.
+    ``steps`` is the number of steps; None if it is not known.
     """
     optimizer = config.optimizer
-    if updates is None and optimizer.schedule != "constant":
+    if steps is None and optimizer.schedule != "constant":
         raise UserError(
-            f"{Setting('optimizer.schedule', optimizer.schedule)} needs the number of updates",
+            f"{Setting('optimizer.schedule', optimizer.schedule)} needs the number of steps",
             why=f"{Setting('training.max_duration', config.training.max_duration)} is a time",
             fix=f"write {Setting('optimizer.schedule', 'constant')}, or "
             f"{Setting('training.steps', ANY)} instead of a time",
         )
     peak = optimizer.learning_rate * _batch_factor(optimizer, global_batch_size)
-    after = max((updates or 0) - optimizer.warmup_steps, 1)
+    after = max((steps or 0) - optimizer.warmup_steps, 1)
     schedules: Mapping[str, Callable[[], optax.Schedule]] = {
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, after),

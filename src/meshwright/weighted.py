@@ -14,7 +14,7 @@ class Weighted:
     """A sum of per-item values and the number (or weight) of the items behind it.
 
     Means of unequal parts cannot be averaged, but totals and weights can be added. Microbatches
-    with different token counts are therefore summed, and divided once per update.
+    with different token counts are therefore summed, and divided once per step.
 
     Attributes:
         total: scalar, the weighted sum of the items' values.

@@ -101,11 +101,11 @@ def test_a_flipped_bit_is_found_by_check_export_and_resume(run, tmp_path, capfd)
             flip(file, at=part / 40)
     assert main(["check", str(run), "--json"]) == 1
     first, second = json.loads(capfd.readouterr().out)["checkpoints"]
-    assert (first["update"], first["verdict"], first["problem"]) == (2, "sound", "")
-    assert (second["update"], second["verdict"]) == (4, "damaged")
+    assert (first["step"], first["verdict"], first["problem"]) == (2, "sound", "")
+    assert (second["step"], second["verdict"]) == (4, "damaged")
     assert first["arrays"] == len(CheckpointReader(run / "checkpoints").checksums(2).arrays)
     # Adam has two moments for each parameter, and there are two counters.
-    assert first["bytes"] == 3 * sum(a.nbytes for a in read_params(run, update=2).values()) + 8
+    assert first["bytes"] == 3 * sum(a.nbytes for a in read_params(run, step=2).values()) + 8
     assert "kernel" in second["problem"]
     assert main(["export", str(run), str(tmp_path / "out.safetensors")]) == 2
     assert "checkpoints/4 is damaged" in capfd.readouterr().err
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_the_newest_sound_one(run, sound, tmp_path):
     (warning,) = [text for text in events(run, "warning") if "damaged" in text]
     assert "checkpoints/4 is damaged (" in warning
     assert "renamed to 4.damaged" in warning
-    assert CheckpointReader(run / "checkpoints").updates() == [2, 4, 6]
+    assert CheckpointReader(run / "checkpoints").steps() == [2, 4, 6]
     assert (run / "checkpoints/4.damaged").is_dir()
     # It is not looked at again.
     fit(run, 7)
@@ -135,11 +135,11 @@ def test_a_run_goes_on_from_the_newest_sound_one(run, sound, tmp_path):
 def test_a_loaded_model_is_that_of_the_newest_sound_one(run):
     flip_everywhere(run / "checkpoints/4")
     build = lambda rngs: nnx.Linear(32, 1024, rngs=rngs)  # noqa: E731
-    with pytest.warns(UserWarning, match=r"checkpoints/4 is damaged .*that of update 2 instead"):
+    with pytest.warns(UserWarning, match=r"checkpoints/4 is damaged .*that of step 2 instead"):
         model = mw.load_model(run, model=build)
-    np.testing.assert_array_equal(model.kernel[...], read_params(run, update=2)["kernel"])
+    np.testing.assert_array_equal(model.kernel[...], read_params(run, step=2)["kernel"])
     assert (run / "checkpoints/4").is_dir(), "reading renames nothing"
-    for asked in ({"update": 4}, {"run": run / "checkpoints/4"}):
+    for asked in ({"step": 4}, {"run": run / "checkpoints/4"}):
         with pytest.raises(UserError, match="checkpoints/4 is damaged"):
             mw.load_model(**{"run": run, "model": build, **asked})
     flip_everywhere(run / "checkpoints/2")
@@ -198,8 +198,8 @@ def test_metadata_that_changed_is_not_believed(run):
 
 
 def test_if_every_checkpoint_is_damaged_nothing_starts_over(run):
-    for update in (2, 4):
-        flip(largest_file(run / "checkpoints" / str(update)))
+    for step in (2, 4):
+        flip(largest_file(run / "checkpoints" / str(step)))
     for _ in range(2):
         with pytest.raises(UserError, match=r"every checkpoint in .* is damaged"):
             fit(run, 6)

@@ -15,14 +15,14 @@ import numpy as np, optax
 from flax import nnx
 
 class Full(mw.Callback):
-    def on_checkpoint(self, update):
-        if update == 4:
+    def on_checkpoint(self, step):
+        if step == 4:
             # No file may become larger than this, as on a full disk.
             resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
 
 class Gone(mw.Callback):
-    def on_checkpoint(self, update):
-        if update == 4:
+    def on_checkpoint(self, step):
+        if step == 4:
             folder = Path(sys.argv[1]) / "checkpoints"
             folder.rename(folder.with_name("moved"))
             folder.write_text("")
@@ -65,8 +65,8 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
     assert done.returncode == 1
     assert done.stdout, done.stderr
     what, why, fix = done.stdout.splitlines()
-    # The callback is called while update 4 is being written.
-    assert re.fullmatch("the state after [46] updates could not be saved", what)
+    # The callback is called while step 4 is being written.
+    assert re.fullmatch("the state after [46] steps could not be saved", what)
     assert reason in why
     # Parameters and two moments of Adam: 3 × (64 + 1) × 1024 × 4 bytes, and the counters.
     assert "a checkpoint takes up to 798.7 kB, and " in why
@@ -78,8 +78,8 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
     names = {path.name for path in folder.iterdir()}
     unfinished = "4.orbax-checkpoint-tmp"
     if how == "Gone" and unfinished in names:
-        # The folder was taken away while update 4 was being written, out of reach of the run.
-        assert what == "the state after 4 updates could not be saved"
+        # The folder was taken away while step 4 was being written, out of reach of the run.
+        assert what == "the state after 4 steps could not be saved"
         assert "4" not in names
         names.remove(unfinished)
     assert "2" in names

@@ -31,27 +31,25 @@ def state(value):
     }
 
 
-def save(store, update, loss=None):
-    store.save(
-        state(update), CheckpointMetadata(update=update, seed=1, global_batch_size=8), loss=loss
-    )
+def save(store, step, loss=None):
+    store.save(state(step), CheckpointMetadata(step=step, seed=1, global_batch_size=8), loss=loss)
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A run with the checkpoints 3, 4 (the newest two) and 2 (the best)."""
     store = CheckpointStore(tmp_path / "run/checkpoints", keep_last=2, keep_best=1)
-    for update, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, None)):
-        save(store, update, loss)
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, None)):
+        save(store, step, loss)
     assert store.close().error is None
     return tmp_path / "run"
 
 
 def test_the_newest_and_the_best_are_kept(folder):
     store = CheckpointReader(folder / "checkpoints")
-    assert store.updates() == [2, 3, 4]
+    assert store.steps() == [2, 3, 4]
     assert (store.latest(), store.best()) == (4, 2)
-    assert store.metadata(3) == CheckpointMetadata(update=3, seed=1, global_batch_size=8)
+    assert store.metadata(3) == CheckpointMetadata(step=3, seed=1, global_batch_size=8)
     assert store.shapes(2) == {"params": {"up.kernel": (2, 3)}, "counters": {"step": ()}}
     restored = store.restore(3, state(0))
     np.testing.assert_array_equal(restored["params"]["up.kernel"], np.full((2, 3), 3))
@@ -62,7 +60,7 @@ def test_parameters_are_read_and_exported(folder, tmp_path, capfd):
     np.testing.assert_array_equal(
         read_params(folder / "checkpoints/2")["up.kernel"], np.full((2, 3), 2)
     )
-    export_safetensors(folder, tmp_path / "model.safetensors", update=3)
+    export_safetensors(folder, tmp_path / "model.safetensors", step=3)
     (name, array), *_ = load_file(tmp_path / "model.safetensors").items()
     assert name == "up.kernel"
     np.testing.assert_array_equal(array, np.full((2, 3), 3))
@@ -74,8 +72,8 @@ def test_parameters_are_read_and_exported(folder, tmp_path, capfd):
     ("words", "message"),
     [
         (["nowhere", "out"], "there is no folder"),
-        (["{folder}", "out", "--update", "7"], "there is no checkpoint of update 7"),
-        (["{folder}", "out", "--update", "x"], "--update x is not a number"),
+        (["{folder}", "out", "--step", "7"], "there is no checkpoint of step 7"),
+        (["{folder}", "out", "--step", "x"], "--step x is not a number"),
         (["{folder}"], "export takes a run and a file"),
         (["{folder}/..", "out"], "there is no checkpoint in"),
     ],
@@ -122,7 +120,7 @@ def test_an_old_checkpoint_of_which_a_part_is_deleted_is_not_listed(folder, monk
         save(store, 5)
         store.wait()
     assert (checkpoints / "deleted").is_dir()
-    assert CheckpointReader(checkpoints).updates() == [5]
+    assert CheckpointReader(checkpoints).steps() == [5]
     again = CheckpointStore(checkpoints, keep_last=1)
     assert {path.name for path in checkpoints.iterdir()} == {"5"}
     for each in (store, again):
@@ -141,7 +139,7 @@ def test_a_save_that_fails_is_told_and_the_next_is_tried(folder, monkeypatch):
         assert "no space left" in str(store.wait().error)
     save(store, 7)
     assert store.close().error is None
-    assert 7 in CheckpointReader(folder / "checkpoints").updates()
+    assert 7 in CheckpointReader(folder / "checkpoints").steps()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -157,13 +155,13 @@ def test_every_shard_is_saved_however_threads_take_turns(tmp_path):
     sys.setswitchinterval(1e-6)
     try:
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
-        for update in range(1, 4):
+        for step in range(1, 4):
             arrays = {"params": {f"w{n}": array for n, array in enumerate(make())}}
-            store.save(arrays, CheckpointMetadata(update=update, seed=1, global_batch_size=8))
+            store.save(arrays, CheckpointMetadata(step=step, seed=1, global_batch_size=8))
             assert store.wait().reason == ""
         store.close()
     finally:
         sys.setswitchinterval(interval)
-    for update in range(1, 4):
-        for name, array in read_params(tmp_path, update=update).items():
+    for step in range(1, 4):
+        for name, array in read_params(tmp_path, step=step).items():
             np.testing.assert_array_equal(array, np.arange(32.0) + int(name[1:]))

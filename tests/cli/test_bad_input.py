@@ -113,7 +113,7 @@ def test_a_tensor_axis_larger_than_the_heads(capfd, command):
 def test_a_loss_that_is_not_finite_at_the_start_of_training(run, override):
     code, out, err = run("train", override)
     assert (code, out) == (4, "")
-    assert "error: the loss is nan at update 1\n  it is not finite on the first batch: " in err
+    assert "error: the loss is nan at step 1\n  it is not finite on the first batch: " in err
     assert "Traceback" not in err
 
 
@@ -123,11 +123,11 @@ def test_a_proof_of_a_loss_that_is_not_finite(run):
     assert "error: the loss of the first batch is nan on one device" in err
 
 
-def test_a_trainer_that_meets_a_loss_that_is_not_finite_in_its_first_update(run):
+def test_a_trainer_that_meets_a_loss_that_is_not_finite_in_its_first_step(run):
     import bad_input
 
     trainer = mw.Trainer(model=bad_input.Net, loss=bad_input.loss, optimizer=optax.sgd(0.1))
-    with pytest.raises(UserError, match="the loss is nan at update 1"):
+    with pytest.raises(UserError, match="the loss is nan at step 1"):
         trainer.fit([{"x": np.full((8, 4), np.nan, np.float32)}], steps=1)
 
 

@@ -205,7 +205,7 @@ def test_keys_lists_every_key(run):
     assert {key.partition(".")[0] for key in arguments} <= {"model", "task", "data", "optimizer"}
     assert listed["training.eval_every"] == {
         "key": "training.eval_every",
-        "meaning": "updates between two evaluations; null evaluates once, at the end.",
+        "meaning": "steps between two evaluations; null evaluates once, at the end.",
         "default": "null",
         "allowed": "a whole number, at least 1, less than 2147483648 or null",
     }

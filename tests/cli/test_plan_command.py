@@ -38,14 +38,14 @@ def test_it_says_what_to_do_and_why(plan):
     assert code == 0
     assert out.startswith("gpt2_medium, 353,501,184 parameters, on 8xA100-40GB; 32 samples")
     for text in (
-        "data=8 (data parallel): 52.2 ms per update, 628k tokens/s, MFU 53%, 11.3 GB of 40.0 GB",
+        "data=8 (data parallel): 52.2 ms per step, 628k tokens/s, MFU 53%, 11.3 GB of 40.0 GB",
         "fits on one device, which has 36.0 GB for it",
         "16.0 bytes for each of 353,501,184 parameters",
         "█ parameters      1.4 GB",
         "computing                52.2 ms 100%",
         "8 times the devices are 7.3 times as fast, not 8",
         "nothing that was tried: still data=8 with 160.0 GB of memory per device or 1200 GB/s",
-        "600 updates in 31.3 s, 0.0696 device-hours",
+        "600 steps in 31.3 s, 0.0696 device-hours",
         "15 meshes are slower or less simple, such as",
     ):
         assert text in out
@@ -112,7 +112,7 @@ def test_a_whole_mesh_is_one_plan(plan):
 def test_another_plan_is_compared_in_words(plan):
     code, out, _ = plan(*MEDIUM, "--compare", "mesh.tensor=4")
     assert code == 0
-    assert "data=2 × tensor=4 costs 30.2% more than data=8 (68 ms per update, not 52.2 ms)" in out
+    assert "data=2 × tensor=4 costs 30.2% more than data=8 (68 ms per step, not 52.2 ms)" in out
     assert "20.1 ms more of exposed all-reduces inside layers over tensor" in out
     assert "tensor parallelism where data parallelism fits" in out
 

@@ -36,13 +36,13 @@ def run(tmp_path, monkeypatch, capfd):
 
 
 def test_it_tells_and_writes_where_the_time_goes(run, tmp_path):
-    code, out, err = run(*TINY, "--updates", "2", "--json")
+    code, out, err = run(*TINY, "--steps", "2", "--json")
     assert code == 0, err
     told = json.loads(out)
     written = json.loads((tmp_path / "profile" / "profile.json").read_text())
     assert written == told | {"trace": "trace"}
     assert list((tmp_path / "profile" / "trace").glob("plugins/profile/*/*.xplane.pb"))
-    assert told["updates"] == 2
+    assert told["steps"] == 2
     assert len(told["devices"]) == 8
     assert sum(told["shares"].values()) == pytest.approx(1)
     axes = {axis for c in told["collectives"] for axis in c["axis"].split("×")}
@@ -50,11 +50,11 @@ def test_it_tells_and_writes_where_the_time_goes(run, tmp_path):
     assert all(c["bytes"] for c in told["collectives"])
 
 
-@pytest.mark.parametrize("updates", ["0", "many"])
-def test_a_wrong_number_of_updates_is_refused(run, updates):
-    code, _, err = run(*TINY, "--updates", updates)
+@pytest.mark.parametrize(("flag", "steps"), [("--steps", "0"), ("--updates", "many")])
+def test_a_wrong_number_of_steps_is_refused(run, flag, steps):
+    code, _, err = run(*TINY, flag, steps)
     assert code == 2
-    assert f"--updates {updates} is not valid" in err
+    assert f"--steps {steps} is not valid" in err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_compiled(run, tmp_path):

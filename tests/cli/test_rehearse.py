@@ -43,7 +43,7 @@ def test_a_rehearsal_needs_no_data_and_agrees_with_the_ledger(capfd, tmp_path, m
     assert report["compiled_for"] == "8 × cpu (virtual)"
     assert memory["argument_bytes"] == ledger["argument_bytes"]
     assert report["sent_bytes"] == {"data": ledger["axes"]["data"]["sent_bytes"]}
-    # SGD has momentum, and its schedule counts updates; the batch has 2 images and labels.
+    # SGD has momentum, and its schedule counts steps; the batch has 2 images and labels.
     assert memory["state_bytes"] == 2 * PARAMETERS + 4
     assert memory["batch_bytes"] == 2 * (784 + 1) * 4
     assert 0 <= memory["argument_bytes"] - memory["state_bytes"] - memory["batch_bytes"] <= 8
@@ -176,7 +176,7 @@ def mw_model(rngs):
 
 
 def test_a_program_for_gpus_says_what_overlaps(rehearsed):
-    """The time of an update is that of its program, next to what the planner assumed."""
+    """The time of a step is that of its program, next to what the planner assumed."""
     hardware = parse_hardware("8xA100-40GB")
     time = TimeEstimate(0.5, {"fsdp": AxisTraffic(1.0, 0.2, 0.1)}, bubble=0.25)
     memory = MemoryEstimate(0, 0, 0, 0, 0, 0, 0)
@@ -184,8 +184,8 @@ def test_a_program_for_gpus_says_what_overlaps(rehearsed):
     compiled = replace(rehearsed, measured=None, for_gpus=True)
     figures = {figure.name: figure for figure in make_figures(compiled, hardware, estimate)}
     alone = sending_seconds(rehearsed.ledger, hardware)["fsdp"]
-    assert figures["update"].value == pytest.approx(0.75 + alone)
-    assert figures["update"].predicted == pytest.approx(0.85)
+    assert figures["step"].value == pytest.approx(0.75 + alone)
+    assert figures["step"].predicted == pytest.approx(0.85)
 
 
 def test_a_step_that_runs_is_measured(rehearsed):
@@ -197,9 +197,9 @@ def test_a_step_that_runs_is_measured(rehearsed):
     assert figures["computing"].source == "measured"
     assert figures["peak of the memory in use"].value == 12345
     alone = sending_seconds(rehearsed.ledger, hardware)["fsdp"]
-    assert figures["update"].source == "measured + modelled"
+    assert figures["step"].source == "measured + modelled"
     # CPUs do not say what overlaps, so all of it is added.
-    assert figures["update"].value == pytest.approx(0.5 + alone)
+    assert figures["step"].value == pytest.approx(0.5 + alone)
     link = axis_links(hardware, {"fsdp": 8})["fsdp"]
     by_hand = sum(
         line.count * collective_seconds(line.kind, line.payload_bytes / line.count, link, hardware)

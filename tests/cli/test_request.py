@@ -36,7 +36,7 @@ def test_secrets_do_not_describe_a_model():
         pytest.param([], "", marks=pytest.mark.full),
     ],
 )
-def test_a_duration_is_not_how_many_updates_are_compared(words, said, capfd, tmp_path, monkeypatch):
+def test_a_duration_is_not_how_many_steps_are_compared(words, said, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
     argv = ["model=mlp", "model.widths=[784,8,10]", "data=synthetic", "--steps", "1", *words]

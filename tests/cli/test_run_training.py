@@ -86,7 +86,7 @@ def test_fsdp_with_a_batch_for_each_device(train):
 def test_fewer_reductions_half_precision_and_a_profile(train):
     accumulation = ("gradient_accumulation_steps=4", "sync_gradients_every=2")
     settings = (*accumulation, "mixed_precision=bf16", "profile_communication=true")
-    # Two updates warm up, and five are profiled.
+    # Two steps warm up, and five are profiled.
     settings = (*settings, "steps=7")
     result, _ = train("mesh.data=8", *(f"training.{setting}" for setting in settings))
     run = Path(result["run_dir"])

@@ -88,14 +88,14 @@ def started(tmp_path):
         pytest.param("import", signal.SIGINT, marks=pytest.mark.full),
     ],
 )
-def test_before_the_first_update_it_ends_at_once(started, tmp_path, where, number):
+def test_before_the_first_step_it_ends_at_once(started, tmp_path, where, number):
     process = started(where)
     sent = time.monotonic()
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 75, err
     assert time.monotonic() - sent < 5
-    assert f"{number.name} before the first update: stopped, and nothing is lost" in err
+    assert f"{number.name} before the first step: stopped, and nothing is lost" in err
     assert out == ""
     assert not (tmp_path / "run").exists()
 

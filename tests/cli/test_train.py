@@ -80,7 +80,7 @@ def test_a_run_leaves_everything_behind_and_says_where(run, tmp_path, talkative_
     folder = tmp_path / ("a-folder-with-a-name-longer-than-the-terminal-is-wide" * 3)
     code, out, err = run("model=mlp", "model.widths=[784,16,10]", f"hydra.run.dir={folder}")
     assert code == 0
-    assert out.splitlines()[0].startswith("trained 2 updates of 32 samples on 8 devices in ")
+    assert out.splitlines()[0].startswith("trained 2 steps of 32 samples on 8 devices in ")
     assert f"run folder: {folder}" in out.splitlines()
     assert "data=8, batch 32 = 4 × 8 × 1, precision no" in err
     assert "Orbax" not in err
@@ -88,14 +88,14 @@ def test_a_run_leaves_everything_behind_and_says_where(run, tmp_path, talkative_
     assert config["task"]["kind"] == "classification"
     assert Plan.from_yaml((folder / "plan.yaml").read_text()).mesh == {"data": 8}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["split"], line["update"]) for line in lines] == [
+    assert [(line["split"], line["step"]) for line in lines] == [
         ("train", 1),
         ("train", 2),
         ("eval", 2),
     ]
     assert lines[0].keys() >= {"loss", "accuracy", "grad_norm", "learning_rate", "step_seconds"}
     assert read_params(folder)["layers.0.kernel"].shape == (784, 16)
-    assert json.loads((folder / "result.json").read_text())["updates"] == 2
+    assert json.loads((folder / "result.json").read_text())["steps"] == 2
 
 
 def test_evaluation_says_how_many_samples_it_used(run, tmp_path):
@@ -172,7 +172,7 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["training.global_batch_size=9"], "a global batch of 8 or 16 samples would work"),
         (["data.path=nowhere.txt"], "data.path=nowhere.txt"),
         (["training.max_duration=soon"], "max_duration=soon is not a duration"),
-        (["training.max_duration=5min"], "optimizer.schedule=cosine needs the number of updates"),
+        (["training.max_duration=5min"], "optimizer.schedule=cosine needs the number of steps"),
         (["training.early_stopping_patience=2"], "write training.eval_every=… too"),
         (["resume=must"], "resume=must, and there is no checkpoint to resume from"),
         (["resume=nowhere"], "there is no folder"),
@@ -202,7 +202,7 @@ def test_strict_refuses_a_program_that_sends_more_than_its_plan(run, monkeypatch
     )
     assert code == 1
     assert "error: the program deviates from its plan" in err
-    assert "over data the step sends" in err
+    assert "over data each device sends" in err
 
 
 OWN_RUN = (
@@ -256,18 +256,18 @@ def test_traps_of_schedules_are_told_with_the_numbers(run):
     cosine = ("optimizer.schedule=cosine", "optimizer.learning_rate=0.1")
     assert warned(*cosine, "training.steps=4") == []
     (rises,) = warned(*cosine, "training.steps=8")
-    # Half a cosine over 4 updates, and over 8: at update 3 and at update 4.
-    assert "it was 0.0146 at the checkpoint (update 4) and is 0.05 after it" in rises
-    assert "(optimizer.schedule=cosine ended at update 4 and now ends at update 8)" in rises
+    # Half a cosine over 4 steps, and over 8: at step 3 and at step 4.
+    assert "it was 0.0146 at the checkpoint (step 4) and is 0.05 after it" in rises
+    assert "(optimizer.schedule=cosine ended at step 4 and now ends at step 8)" in rises
     assert warned(*cosine, "training.steps=8") == []
     (warmup,) = warned("optimizer.warmup_steps=10", "training.steps=5", "hydra.run.dir=b")
-    assert "optimizer.warmup_steps=10 is not shorter than the run of 5 updates" in warmup
+    assert "optimizer.warmup_steps=10 is not shorter than the run of 5 steps" in warmup
     assert "the learning rate ends at 0.04 and never reaches 0.1" in warmup
     # The warm-up of a default file is longer than a short trial run, which is no news.
     assert warned("optimizer=adamw", "training.steps=5", "hydra.run.dir=d") == []
     (both,) = warned("training.max_duration=3st", "hydra.run.dir=c")
     assert "training.max_duration=3st overrides training.steps=2" in both
-    assert "which is 3 updates" in both
+    assert "which is 3 steps" in both
 
 
 def test_data_that_end_before_the_time_limit_are_named(run, tmp_path):
@@ -284,7 +284,7 @@ def test_data_that_end_before_the_time_limit_are_named(run, tmp_path):
         "optimizer.schedule=constant",
     )  # fmt: skip
     assert code == 0
-    assert "the batches ran out after 3 updates, before 3600 s had passed" in out
+    assert "the batches ran out after 3 steps, before 3600 s had passed" in out
     sys.modules.pop("own_short", None)
 
 

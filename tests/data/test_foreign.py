@@ -1,4 +1,4 @@
-"""Datasets of other libraries and of users: which samples an update gets from them."""
+"""Datasets of other libraries and of users: which samples a step gets from them."""
 
 from dataclasses import replace
 from itertools import chain

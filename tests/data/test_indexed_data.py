@@ -122,7 +122,7 @@ def test_a_run_on_earlier_made_up_samples_is_not_resumed_without_a_word():
     task = Classification()
     now = SyntheticData(task.synthetic_batch, 0).fingerprint()
     before = fingerprint_of("synthetic", repr(task), ())
-    saved = CheckpointMetadata(update=5, seed=0, dataset=before, global_batch_size=8)
+    saved = CheckpointMetadata(step=5, seed=0, dataset=before, global_batch_size=8)
     settings = {"dataset": now, "global_batch_size": 8}
     with pytest.raises(UserError, match="differs from that of the checkpoint") as caught:
         check_same_run(saved, {}, accept=False, **settings)

@@ -41,7 +41,7 @@ def wait_until(condition) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_batches_come_in_the_order_of_the_updates(prefetch):
+def test_batches_come_in_the_order_of_the_steps(prefetch):
     data = numbers()
     with load_batches(
         data, batch_size=6, start=30, stop=45, rows=ROWS, prefetch=prefetch

@@ -66,7 +66,7 @@ def test_all_faults_are_survived(tmp_path):
     assert set(rows) == set(FAULTS)
     assert {verdict for verdict, _ in rows.values()} == {"passed"}, rows
     for name in ("sigkill", "sigkill-first", "sigstop", "gil"):
-        pattern = r"restarted from update [46], losses and state bit-equal"
+        pattern = r"restarted from step [46], losses and state bit-equal"
         assert re.search(pattern, rows[name][1]), rows[name]
     for name in ("sigkill-launcher", "preempt", "ctrl-c-twice", "exception", "nan-batch"):
         assert "losses and state bit-equal" in rows[name][1]
@@ -170,7 +170,7 @@ def test_a_fault_that_is_not_survived_fails_the_drill(tmp_path, capfd, monkeypat
     assert main(["drill", "--only=own"]) == 1
     out = capfd.readouterr().out
     assert "failed" in out
-    assert "the loss of update 1 is 0.25 instead of 0.5" in out
+    assert "the loss of step 1 is 0.25 instead of 0.5" in out
     assert "data=2 in 2 processes: 0 passed, 1 failed, in" in out
     (kept,) = tmp_path.iterdir()
     assert f"logs and run folders: {kept}" in out
@@ -180,18 +180,18 @@ def test_a_fault_that_is_not_survived_fails_the_drill(tmp_path, capfd, monkeypat
 def written_run(folder: Path, losses: dict[int, float]) -> RunFolder:
     """Write a run folder with losses and no checkpoints."""
     folder.mkdir(parents=True)
-    rows = [{"split": "train", "update": n, "loss": loss} for n, loss in losses.items()]
+    rows = [{"split": "train", "step": n, "loss": loss} for n, loss in losses.items()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "plan.yaml").write_text("mesh: {data: 2}\n")
     return RunFolder(folder)
 
 
-def test_losses_are_compared_at_every_update(tmp_path):
+def test_losses_are_compared_at_every_step(tmp_path):
     whole = written_run(tmp_path / "a", {1: 0.5, 2: 0.25})
     short = written_run(tmp_path / "b", {1: 0.5})
-    with pytest.raises(NotSurvived, match="update 2 was not done"):
+    with pytest.raises(NotSurvived, match="step 2 was not done"):
         short.check_same(whole)
-    with pytest.raises(NotSurvived, match="update 2 was not done"):
+    with pytest.raises(NotSurvived, match="step 2 was not done"):
         short.difference(whole)
     assert written_run(tmp_path / "c", {1: 0.5, 2: 0.5}).difference(whole) == 1.0
 
@@ -199,20 +199,20 @@ def test_losses_are_compared_at_every_update(tmp_path):
 def test_a_launch_is_judged_by_what_it_prints_and_when(tmp_path):
     notes = [{"rank": 1, "time": 100.0, "committed": [2]}]
     (tmp_path / "injected-1.json").write_text(json.dumps(notes[0]))
-    lines = [Line(101.5, "[1] hello"), Line(103.0, "error: process 1 was killed at update 5")]
+    lines = [Line(101.5, "[1] hello"), Line(103.0, "error: process 1 was killed at step 5")]
     launched = Launched(1, lines, 112.0, tmp_path)
     texts = ["[0] plan", "[1] error: no such key", "[1]   known: a, b", "[0]   x", "[1]   write a"]
     failed = Launched(2, [Line(1.0, text) for text in texts], 2.0, tmp_path)
     assert failed.message() == "[1] error: no such key\nknown: a, b\nwrite a"
     assert launched.noticed(r"process 1 was killed", 10.0) == 3.0
-    assert launched.find(r"at update (\d+)")[1] == "5"
+    assert launched.find(r"at step (\d+)")[1] == "5"
     for failing, told in [
         (lambda: launched.noticed("was killed", 2.0), "noticed after 3.0 s, more than 2 s"),
         (lambda: launched.stopped(10.0), "ended 12.0 s after the fault, more than 10 s"),
         (lambda: launched.check_code(0, 75), "exit code 1 instead of 0 or 75: error: process 1"),
         (lambda: launched.find("restart 1"), "no line says 'restart 1'"),
         (lambda: launched.check_silent_about("hello"), "it prints"),
-        (lambda: launched.check_none_lost(0), "though update 2 was committed"),
+        (lambda: launched.check_none_lost(0), "though step 2 was committed"),
     ]:
         with pytest.raises(NotSurvived, match=re.escape(told)):
             failing()
@@ -234,4 +234,4 @@ def test_processes_that_are_left_are_found(monkeypatch):
 def test_faults_come_after_two_checkpoints_and_before_the_end():
     for steps in range(6, 50):
         configuration = Configuration((), 2, None, steps)
-        assert 2 * configuration.every < configuration.update < steps
+        assert 2 * configuration.every < configuration.step < steps

@@ -18,7 +18,7 @@ beat.begin()
 beat.report(run_dir=str(Path.cwd()))
 beat.start_from(0)
 
-def update(number, seconds=0.01):
+def step(number, seconds=0.01):
     beat.mark(Doing.TRAINING, number)
     time.sleep(seconds)
 

@@ -24,7 +24,7 @@ class Undisturbed:
 
     Attributes:
         run: its folder.
-        metrics: what was computed in each update.
+        metrics: what was computed in each step.
     """
 
     run: Path
@@ -45,7 +45,7 @@ class Undisturbed:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory) -> Callable[..., Undisturbed]:
-    """Return the undisturbed run of a number of processes and updates, made once per session."""
+    """Return the undisturbed run of a number of processes and steps, made once per session."""
     made: dict[tuple[int, int], Undisturbed] = {}
 
     def get(nprocs: int = 2, steps: int = STEPS) -> Undisturbed:

@@ -53,9 +53,9 @@ def train(folder: Path, steps: int, rank: int, port: int) -> None:
 def read_all(folder: Path) -> None:
     """Read every checkpoint that is listed, comparing checksums."""
     reader = CheckpointReader(folder / "checkpoints")
-    for update in reader.updates():
-        reader.metadata(update)
-        reader.read(update, reader.shapes(update))
+    for step in reader.steps():
+        reader.metadata(step)
+        reader.read(step, reader.shapes(step))
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -126,7 +126,7 @@ def main(folder: Path, kills: int, seed: int, steps: int) -> None:
     reader = CheckpointReader(folder / "checkpoints")
     for number in range(kills):
         kill_in_a_save(folder, start(folder, steps), chance, save=chance.randint(1, 3))
-        listed = reader.updates()
+        listed = reader.steps()
         assert max(listed, default=-1) >= newest, (newest, listed)
         newest = max(listed, default=-1)
         assert succeeds(fork(lambda: read_all(folder))), f"a checkpoint of {listed} is damaged"

@@ -22,7 +22,7 @@ LIMIT_SECONDS = 600
 """No launch takes this long, even on a machine that is very busy with other things."""
 STEPS = 10
 EVERY = 3
-"""Updates between two checkpoints."""
+"""Steps between two checkpoints."""
 RUN = "run"
 """The run folder, in the folder of a test."""
 MARK = "MESHWRIGHT_FAULT_TEST"
@@ -131,7 +131,7 @@ class Launch:
         while left := marked(self.mark):
             assert time.monotonic() < until, f"left running: {left}\n{self.err}"
             time.sleep(0.05)
-        logged = [e["update"] for e in events(self.run) if e["kind"] == "checkpoint"]
+        logged = [e["step"] for e in events(self.run) if e["kind"] == "checkpoint"]
         listed = checkpoints(self.run)
         assert not logged or max(logged) <= max(listed, default=-1), (logged, listed)
 
@@ -173,17 +173,17 @@ def launch(
         flags: those of ``launch``.
         nprocs: the processes.
         words: further settings of ``train``.
-        steps: the updates.
+        steps: the steps.
         own: Python code after the model, loss and data.
-        code: the body of ``on_log(self, update, metrics)`` of a callback.
+        code: the body of ``on_log(self, step, metrics)`` of a callback.
         fault: a fault of `meshwright drill` to inject, which is made as there.
-        at: the update at which to inject it.
+        at: the step at which to inject it.
         environ: further environment variables.
     """
     callback = ""
     if code:
         body = textwrap.indent(textwrap.dedent(code).strip("\n"), " " * 8)
-        callback = f"class Fault(mw.Callback):\n    def on_log(self, update, metrics):\n{body}\n"
+        callback = f"class Fault(mw.Callback):\n    def on_log(self, step, metrics):\n{body}\n"
         words = (*words, "training.callbacks=[own:Fault]")
     (folder / "own.py").write_text(f"{OWN}\n{FOR_FAULTS}\n{textwrap.dedent(own)}\n{callback}")
     mesh = ("mesh.data=1", f"mesh.fsdp={nprocs}")
@@ -191,7 +191,7 @@ def launch(
     if fault:
         notes = folder / "notes"
         notes.mkdir(exist_ok=True)
-        given = Instructions(fault, str(notes), str(folder / RUN), update=at, every=EVERY)
+        given = Instructions(fault, str(notes), str(folder / RUN), step=at, every=EVERY)
         environ = {**(environ or {}), **given.to_environment()}
         command = ("-m", "meshwright.drill.worker", *command)
     return start(folder, f"--nprocs={nprocs}", *flags, "--", *command, environ=environ)
@@ -233,14 +233,14 @@ def environ_of(pid: int) -> dict[str, str]:
 
 
 def metrics(run: Path) -> dict[int, dict[str, float]]:
-    """Return what was computed in each update; those that were done again must agree."""
+    """Return what was computed in each step; those that were done again must agree."""
     found: dict[int, dict[str, float]] = {}
     for row in _lines(run / "metrics.jsonl"):
         if row.pop("split") != "train":
             continue
-        update = row.pop("update")
+        step = row.pop("step")
         values = {name: value for name, value in row.items() if name not in _TIMES}
-        assert found.setdefault(update, values) == values, f"update {update} came out differently"
+        assert found.setdefault(step, values) == values, f"step {step} came out differently"
     return found
 
 
@@ -257,14 +257,14 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def checkpoints(run: Path) -> list[int]:
-    """Return the updates of the checkpoints that are listed."""
-    return CheckpointReader(run / "checkpoints").updates()
+    """Return the steps of the checkpoints that are listed."""
+    return CheckpointReader(run / "checkpoints").steps()
 
 
 def read_all(run: Path) -> dict[int, Any]:
     """Read all checkpoints of a run, comparing their checksums."""
     reader = CheckpointReader(run / "checkpoints")
-    return {update: reader.read(update, reader.shapes(update)) for update in reader.updates()}
+    return {step: reader.read(step, reader.shapes(step)) for step in reader.steps()}
 
 
 def stop_ignoring_interrupts() -> None:

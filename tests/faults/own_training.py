@@ -32,7 +32,7 @@ class Net(nnx.Module):
 
 def loss(model, batch):
     off = ((model(batch["x"]) - batch["x"][:, ::-1]) ** 2).mean()
-    # Which samples an update has seen.
+    # Which samples a step has seen.
     return off, {"samples": batch["id"].mean(), "squares": (batch["id"] ** 2).mean()}
 
 

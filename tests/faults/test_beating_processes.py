@@ -8,7 +8,7 @@ from faults.beating import launch_beating
 
 def test_sigkill_of_one_worker_starts_all_again_in_the_same_folder(tmp_path):
     script = """
-        update(7)
+        step(7)
         if rank == "0":
             commit(6)
         if attempt == 1:
@@ -21,12 +21,12 @@ def test_sigkill_of_one_worker_starts_all_again_in_the_same_folder(tmp_path):
     code, err = launch_beating(tmp_path, script, "--restarts=2")
     assert code == 0, err
     lines = err.splitlines()
-    killed = "process 1 was killed by SIGKILL at update 7"
+    killed = "process 1 was killed by SIGKILL at step 7"
     assert lines[0] == f"error: {killed}; all processes are restarted"
-    restart = f"launch: {killed}; restart 1 of 2 in 1 s, from the checkpoint of update 6"
+    restart = f"launch: {killed}; restart 1 of 2 in 1 s, from the checkpoint of step 6"
     assert restart in lines
     assert len(re.findall(rf"\] 2 {re.escape(str(tmp_path))} \d+", err)) == 2
-    assert re.match(r"launch: goodput \d+%: \S+ \S+ of \S+ \S+ were updates", lines[-1])
+    assert re.match(r"launch: goodput \d+%: \S+ \S+ of \S+ \S+ were steps", lines[-1])
 
 
 def test_a_worker_that_holds_the_gil_is_named_with_the_stacks_of_all(tmp_path):
@@ -34,7 +34,7 @@ def test_a_worker_that_holds_the_gil_is_named_with_the_stacks_of_all(tmp_path):
         def hold_the_interpreter():
             ctypes.PyDLL(None).sleep(600)
         for number in range(5):
-            update(number)
+            step(number)
         if rank == "1":
             hold_the_interpreter()
         beat.mark(Doing.WAITING)
@@ -44,11 +44,11 @@ def test_a_worker_that_holds_the_gil_is_named_with_the_stacks_of_all(tmp_path):
     assert code == 1, err
     lines = err.splitlines()
     assert re.match(
-        r"error: process 1 hangs at update 4: no progress for 1\S* s while training; --restarts N",
+        r"error: process 1 hangs at step 4: no progress for 1\S* s while training; --restarts N",
         lines[0],
     )
-    assert re.match(r"  process 0 at update 4: work.py:\d+ in <module>", lines[1])
-    assert re.match(r"  process 1 at update 4: work.py:\d+ in hold_the_interpreter ←", lines[2])
+    assert re.match(r"  process 0 at step 4: work.py:\d+ in <module>", lines[1])
+    assert re.match(r"  process 1 at step 4: work.py:\d+ in hold_the_interpreter ←", lines[2])
     (folder,) = tmp_path.glob("stacks-*")
     assert "in hold_the_interpreter" in (folder / "process-1.txt").read_text()
 
@@ -57,15 +57,15 @@ def test_a_worker_that_holds_the_gil_is_named_with_the_stacks_of_all(tmp_path):
 @pytest.mark.faults
 def test_sigstop_of_a_worker_is_named(tmp_path):
     script = """
-        update(4)
+        step(4)
         if rank == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)
     """
     code, err = launch_beating(tmp_path, script)
     assert code == 1
-    assert err.startswith("error: process 1 hangs at update 4: stopped by a signal (SIGSTOP); ")
-    assert "  process 1 at update 4: stopped by a signal" in err
+    assert err.startswith("error: process 1 hangs at step 4: stopped by a signal (SIGSTOP); ")
+    assert "  process 1 at step 4: stopped by a signal" in err
 
 
 @pytest.mark.full
@@ -83,6 +83,4 @@ def test_a_crash_at_every_restart_ends_after_three_without_a_checkpoint(tmp_path
         ("1 s", "from the beginning"),
         *[(f"{seconds} s", "from the checkpoint") for seconds in (1, 2, 4)],
     ]
-    assert (
-        "3 restarts without a new checkpoint: the cause has to be fixed; update 3 is saved" in err
-    )
+    assert "3 restarts without a new checkpoint: the cause has to be fixed; step 3 is saved" in err

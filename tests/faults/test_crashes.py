@@ -10,16 +10,16 @@ pytestmark = [pytest.mark.full, pytest.mark.faults]
 
 def test_a_crash_at_every_restart_ends_after_three_without_progress(tmp_path):
     code = """
-        if update == 5 and RANK == 1:
-            time.sleep(1)  # The checkpoint of update 3 gets written.
+        if step == 5 and RANK == 1:
+            time.sleep(1)  # The checkpoint of step 3 gets written.
             os._exit(9)
     """
     done = launch(tmp_path, "--restarts=10", code=code).finish()
     assert done.code == 9, done.err
     ends = [line for _, line in done.lines if line.startswith("launch: process 1 ended with exit")]
     assert len(ends) == 4
-    assert "at update " in ends[-1]
-    assert "3 restarts without a new checkpoint: the cause has to be fixed; update 3" in ends[-1]
+    assert "at step " in ends[-1]
+    assert "3 restarts without a new checkpoint: the cause has to be fixed; step 3" in ends[-1]
     assert re.findall(r"restart \d of 10 in (\d s)", done.err) == ["1 s", "2 s", "4 s"]
     assert checkpoints(done.run) == [3]
 
@@ -35,7 +35,7 @@ def test_an_exception_in_one_process_is_shown_once_and_first(tmp_path):
     assert done.err.index(raised) < done.err.find("lost its connection") or (
         "lost its connection" not in done.err
     )
-    last = r"launch: process 1 ended with exit code 2 at update \d: your code raised RuntimeError: "
+    last = r"launch: process 1 ended with exit code 2 at step \d: your code raised RuntimeError: "
     assert re.match(last, done.lines[-1][1])
     assert max(checkpoints(done.run)) == 3
 

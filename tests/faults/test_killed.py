@@ -21,16 +21,16 @@ def test_sigkill_of(tmp_path, undisturbed, rank):
     done = launch(tmp_path, "--restarts=3", fault=fault, at=8).finish()
     assert done.code == 0, done.err
     pattern = (
-        rf"error: process {rank} was killed by SIGKILL at update \d+; all processes are restarted"
+        rf"error: process {rank} was killed by SIGKILL at step \d+; all processes are restarted"
     )
     assert re.match(pattern, done.first_error), done.err
-    assert "restart 1 of 3 in 1 s, from the checkpoint of update 6" in done.err
-    assert "continuing after update 6" in done.err
+    assert "restart 1 of 3 in 1 s, from the checkpoint of step 6" in done.err
+    assert "continuing after step 6" in done.err
     # The others are stopped within 10 s, and say no more than that a connection is lost.
     assert done.seconds_between("^error: ", "launch: process .*; restart 1") < 10 + 5
     assert not RPC.search(done.err), done.err
     assert re.search(r"launch: goodput \d+%: .* in 2 attempts", done.err)
-    killed = re.search(r"process \d was killed by SIGKILL at update \d+", done.first_error)[0]
+    killed = re.search(r"process \d was killed by SIGKILL at step \d+", done.first_error)[0]
     assert f"{killed}; restart 1 of 3" in done.err
     assert f"{killed}; restart 1 of 3" in (done.run / "launch.log").read_text()
     for file in ("events.jsonl", "train.log"):
@@ -52,7 +52,7 @@ def wait_until_free(port: int, seconds: float = 30) -> None:
 
 def test_sigkill_of_the_launcher(tmp_path, undisturbed):
     killed = launch(tmp_path, "--restarts=3", steps=1000, code="time.sleep(0.05)")
-    killed.wait_for(r"saved update 6 ")
+    killed.wait_for(r"saved step 6 ")
     workers = killed.workers()
     assert sorted(workers) == [0, 1]
     port = int(environ_of(workers[0])["MASTER_PORT"])
@@ -62,5 +62,5 @@ def test_sigkill_of_the_launcher(tmp_path, undisturbed):
     wait_until_free(port)
     again = launch(tmp_path).finish()
     assert again.code == 0, again.err
-    assert "continuing after update" in again.err
+    assert "continuing after step" in again.err
     assert undisturbed().metrics.items() <= metrics(again.run).items()

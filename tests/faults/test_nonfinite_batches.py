@@ -25,7 +25,7 @@ def check_finite(run) -> None:
 
 
 def values(run):
-    """Return what was computed, without the numbers of updates and what counts skipped ones."""
+    """Return what was computed, without the numbers of steps and what counts skipped ones."""
     return [
         {name: value for name, value in each.items() if name != "skipped"}
         for each in metrics(run).values()
@@ -49,21 +49,21 @@ def clean(tmp_path_factory):
 def test_a_nan_batch_stops_all_processes_and_is_left_out_if_that_is_asked_for(tmp_path, clean):
     stopped = launch(tmp_path, "--restarts=3", fault="nan-batch").finish()
     assert stopped.code == 4, stopped.err
-    assert re.fullmatch(r"\[\d\] error: the loss is nan at update 5", stopped.first_error)
-    assert stopped.err.count("error: the loss is nan at update 5") == 1
+    assert re.fullmatch(r"\[\d\] error: the loss is nan at step 5", stopped.first_error)
+    assert stopped.err.count("error: the loss is nan at step 5") == 1
     assert "restart 1" not in stopped.err
     assert re.search(r"batch 4\b", stopped.err)
     assert re.search(r"meshwright replay \S+/incidents/000005", stopped.err)
     assert max(checkpoints(stopped.run)) == 4
     record = json.loads((stopped.run / "incidents/000005/record.json").read_text())
-    assert record["update"] == 5
+    assert record["step"] == 5
     check_finite(stopped.run)
     # The same command goes on from there, without the batch.
     words = ("training.on_nonfinite=skip",)
     again = launch(tmp_path, fault="nan-batch", words=words).finish()
     assert again.code == 0, again.err
-    assert "continuing after update 4" in again.err
-    assert [e["update"] for e in events(again.run) if e["kind"] == "incident"][-1] == 5
+    assert "continuing after step 4" in again.err
+    assert [e["step"] for e in events(again.run) if e["kind"] == "incident"][-1] == 5
     check_finite(again.run)
     assert values(again.run) == clean(first=4, left_out=1, steps=9)
 
@@ -73,10 +73,10 @@ def test_a_nan_batch_rewinds_all_processes(tmp_path, clean):
     done = launch(tmp_path, fault="nan-batch", words=words).finish()
     assert done.code == 0, done.err
     (incident,) = [e for e in events(done.run) if e["kind"] == "incident"]
-    assert (incident["update"], incident["batch"]) == (5, 4)
+    assert (incident["step"], incident["batch"]) == (5, 4)
     check_finite(done.run)
-    # Back to update 3, so batches 3 and 4 are left out.
+    # Back to step 3, so batches 3 and 4 are left out.
     rows = (done.run / "metrics.jsonl").read_text().splitlines()
-    last = {row["update"]: row["loss"] for row in map(json.loads, rows) if row["split"] == "train"}
+    last = {row["step"]: row["loss"] for row in map(json.loads, rows) if row["split"] == "train"}
     expected = clean(first=3, left_out=2, steps=10)
     assert list(last.values()) == [each["loss"] for each in expected]

@@ -39,7 +39,7 @@ class Ends:
 trainer = mw.Trainer(model=lambda rngs: Net(rngs=rngs), loss=loss, optimizer=optax.adamw(0.01),
                      mesh="fsdp=2", log_every=1)
 result = trainer.fit(Ends(), batch_size=12, steps=20, run_dir="run")
-print(result.updates, result.stopped)
+print(result.steps, result.stopped)
 """
 
 
@@ -48,11 +48,11 @@ def test_one_process_that_runs_out_of_data_ends_all_of_them(tmp_path):
     (tmp_path / "ends.py").write_text(ENDS)
     done = start(tmp_path, "--nprocs=2", "ends.py").finish()
     assert done.code == 0, done.err
-    said = "6 the batches ran out after 6 of 20 updates"
+    said = "6 the batches ran out after 6 of 20 steps"
     assert done.out.splitlines()[-1] == said
     assert f"[1] {said}" in done.err.splitlines()
     (stop,) = [event for event in events(done.run) if event["kind"] == "stop"]
-    assert stop["update"] == 6
+    assert stop["step"] == 6
     assert max(checkpoints(done.run)) == 6
     assert list(metrics(done.run)) == [1, 2, 3, 4, 5, 6]
 
@@ -62,7 +62,7 @@ def test_a_run_goes_on_in_2_then_4_then_1_processes(tmp_path, undisturbed):
     for nprocs, steps in ((2, 4), (4, 8)):
         done = launch(tmp_path, nprocs=nprocs, steps=steps).finish()
         assert done.code == 0, done.err
-    assert "continuing after update 4" in done.err
+    assert "continuing after step 4" in done.err
     alone = subprocess.run(
         [
             *(sys.executable, "-m", "meshwright", "train", *TRAINING, "training.steps=12"),
@@ -75,13 +75,13 @@ def test_a_run_goes_on_in_2_then_4_then_1_processes(tmp_path, undisturbed):
         timeout=LIMIT_SECONDS,
     )
     assert alone.returncode == 0, alone.stderr
-    assert "continuing after update 8" in alone.stderr
+    assert "continuing after step 8" in alone.stderr
     found = metrics(tmp_path / RUN)
     assert list(found) == list(reference) == list(range(1, 13))
-    for update, expected in reference.items():
+    for step, expected in reference.items():
         for name in ("samples", "squares"):
-            assert found[update][name] == expected[name]
+            assert found[step][name] == expected[name]
         # Sums in another order differ by their rounding.
-        np.testing.assert_allclose(found[update]["loss"], expected["loss"], rtol=1e-5)
-    for update in range(1, 5):
-        assert found[update] == reference[update]
+        np.testing.assert_allclose(found[step]["loss"], expected["loss"], rtol=1e-5)
+    for step in range(1, 5):
+        assert found[step] == reference[step]

@@ -10,19 +10,19 @@ from meshwright.drill.fault_makers import IN_CHECKPOINT
 
 pytestmark = [pytest.mark.full, pytest.mark.faults]
 
-SLOWLY = "time.sleep(1 if update >= 5 else 0)"
-"""An update is longer than a save."""
+SLOWLY = "time.sleep(1 if step >= 5 else 0)"
+"""A step is longer than a save."""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_background_save_that_raises_ends_the_run_by_the_next_update(tmp_path, undisturbed, rank):
+def test_a_background_save_that_raises_ends_the_run_by_the_next_step(tmp_path, undisturbed, rank):
     own = f"""
         from meshwright.checkpoint import store
 
         write = store.CheckpointStore._write
 
         def fail(self, state, metadata, loss):
-            if metadata.update == 6 and RANK == {rank} and once("failed"):
+            if metadata.step == 6 and RANK == {rank} and once("failed"):
                 raise OSError(5, "Input/output error")
             write(self, state, metadata, loss)
 
@@ -30,17 +30,17 @@ def test_a_background_save_that_raises_ends_the_run_by_the_next_update(tmp_path,
     """
     failed = launch(tmp_path, own=own, code=SLOWLY, steps=100).finish()
     assert failed.code == 1, failed.err
-    assert failed.first_error == f"[{rank}] error: the state after 6 updates could not be saved"
+    assert failed.first_error == f"[{rank}] error: the state after 6 steps could not be saved"
     assert "Input/output error; a checkpoint takes up to" in failed.err
     assert "resume from the previous checkpoint" in failed.err
-    assert re.search(rf"launch: process {rank} ended with exit code 1 at update [78]: ", failed.err)
+    assert re.search(rf"launch: process {rank} ended with exit code 1 at step [78]: ", failed.err)
     assert failed.seconds_between(r"train +6/", "^launch: process") < 20
     assert max(metrics(failed.run)) <= 7
     assert max(checkpoints(failed.run)) == 3
     read_all(failed.run)
     again = launch(tmp_path, own=own).finish()
     assert again.code == 0, again.err
-    assert "continuing after update 3" in again.err
+    assert "continuing after step 3" in again.err
     undisturbed().check_same(again)
 
 
@@ -52,7 +52,7 @@ FULL = """
 
     def write_to_a_full_disk(self, state, metadata, loss):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if metadata.update == 6 and once(f"full{RANK}"):
+        if metadata.step == 6 and once(f"full{RANK}"):
             # No file may become larger than this, as on a full disk.
             resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
         try:
@@ -69,7 +69,7 @@ def test_a_disk_that_gets_full_is_told_with_the_bytes_and_the_older_checkpoint_i
 ):
     failed = launch(tmp_path, own=FULL, code=SLOWLY).finish()
     assert failed.code == 1, failed.err
-    pattern = r"\[\d\] error: the state after 6 updates could not be saved"
+    pattern = r"\[\d\] error: the state after 6 steps could not be saved"
     assert re.fullmatch(pattern, failed.first_error)
     pattern = r"File too large; a checkpoint takes up to [78]\.\d kB, and \S+ \S+ are free in "
     assert re.search(pattern, failed.err), failed.err
@@ -77,7 +77,7 @@ def test_a_disk_that_gets_full_is_told_with_the_bytes_and_the_older_checkpoint_i
     read_all(failed.run)
     again = launch(tmp_path, own=FULL).finish()
     assert again.code == 0, again.err
-    assert "continuing after update 3" in again.err
+    assert "continuing after step 3" in again.err
     undisturbed().check_same(again)
 
 
@@ -121,5 +121,5 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     found = again.err.partition(warning)[2].partition("); it was renamed")[0]
     assert name in found, found
     assert f"it was renamed to {last}.damaged, and the run resumes from an earlier one" in again.err
-    assert f"continuing after update {before}, from" in again.err
+    assert f"continuing after step {before}, from" in again.err
     undisturbed().check_same(again)

@@ -11,7 +11,7 @@ from faults.harness import checkpoints, events, launch
 pytestmark = [pytest.mark.full, pytest.mark.faults]
 
 SLOWLY = "time.sleep(0.1)"
-"""Leaves time for a signal between two updates."""
+"""Leaves time for a signal between two steps."""
 UNTIL = 14
 
 
@@ -23,7 +23,7 @@ def go_on(folder, undisturbed):
     return again
 
 
-def test_sigterm_to_one_process_stops_all_after_the_same_update(tmp_path, undisturbed):
+def test_sigterm_to_one_process_stops_all_after_the_same_step(tmp_path, undisturbed):
     stopped = launch(tmp_path, "--restarts=3", steps=UNTIL, code=SLOWLY, fault="preempt", at=4)
     stopped.wait_for(r"train +4/")
     sent = time.monotonic()
@@ -31,19 +31,19 @@ def test_sigterm_to_one_process_stops_all_after_the_same_update(tmp_path, undist
     assert time.monotonic() - sent < 30
     assert stopped.code == 75, stopped.err
     assert "restart 1" not in stopped.err
-    last = r"launch: process \d ended with exit code 75 at update \d+; update (\d+) is saved, and "
+    last = r"launch: process \d ended with exit code 75 at step \d+; step (\d+) is saved, and "
     assert re.match(last, stopped.lines[-1][1]), stopped.err
     (stop,) = [event for event in events(stopped.run) if event["kind"] == "stop"]
     assert stop["message"] == "SIGTERM asked to stop"
-    assert max(checkpoints(stopped.run)) == stop["update"] < UNTIL
+    assert max(checkpoints(stopped.run)) == stop["step"] < UNTIL
     again = go_on(tmp_path, undisturbed)
-    assert f"continuing after update {stop['update']}," in again.err
+    assert f"continuing after step {stop['step']}," in again.err
 
 
 def test_a_second_sigterm_to_one_process_ends_it_at_once(tmp_path):
     code = """
-        if update == 5 and RANK == 1:
-            time.sleep(1)  # The checkpoint of update 3 gets written.
+        if step == 5 and RANK == 1:
+            time.sleep(1)  # The checkpoint of step 3 gets written.
             print("READY", file=sys.stderr)
             time.sleep(600)
     """
@@ -76,8 +76,8 @@ def test_one_request_to_the_launcher_saves_and_the_same_command_goes_on(
 
 def test_ctrl_c_twice_ends_at_once(tmp_path):
     code = """
-        if update == 5:
-            time.sleep(1)  # The checkpoint of update 3 gets written.
+        if step == 5:
+            time.sleep(1)  # The checkpoint of step 3 gets written.
             print("READY", RANK, file=sys.stderr)
             time.sleep(600)
     """

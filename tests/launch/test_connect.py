@@ -148,7 +148,7 @@ def test_a_run_goes_on_in_several_processes(tmp_path):
     for steps in (1, 2):
         code, _, err = launch(*run, *train, f"training.steps={steps}", cwd=tmp_path)
         assert code == 0, err
-    assert "continuing after update 1" in err
+    assert "continuing after step 1" in err
 
 
 def test_a_mesh_spans_processes_and_a_script_can_join_them(tmp_path):
@@ -187,7 +187,7 @@ def test_commands_that_look_at_a_mesh_work_in_two_processes(command):
 @pytest.mark.full
 def test_a_profile_covers_the_devices_of_both_processes(tmp_path):
     overrides = ("model=mlp", "model.widths=[784,16,10]", "optimizer=sgd", "simulate=4")
-    words = ("--nprocs=2", "--", "profile", *overrides, "--updates=2", "--json")
+    words = ("--nprocs=2", "--", "profile", *overrides, "--steps=2", "--json")
     code, out, err = launch(*words, cwd=tmp_path)
     assert code == 0, err
     report = json.loads(out)

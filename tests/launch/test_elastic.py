@@ -224,14 +224,14 @@ def finish(started: subprocess.Popen[str]) -> tuple[int, str]:
 
 def losses(folder: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
-    return {row["update"]: row["loss"] for row in rows if row["split"] == "train"}
+    return {row["step"]: row["loss"] for row in rows if row["split"] == "train"}
 
 
 def assert_same_losses(folder: Path, expected: dict[int, float]) -> None:
     found = losses(folder)
     assert sorted(found) == sorted(expected)
-    for update, loss in expected.items():
-        assert found[update] == pytest.approx(loss, rel=2e-5), update
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=2e-5), step
 
 
 @pytest.fixture(scope="module")
@@ -253,9 +253,9 @@ if COUNT == "FULL" and RANK == "1" and Path("gone").exists():
     os._exit(7)  # As a process whose device is gone.
 
 class Fault(mw.Callback):
-    def on_log(self, update, metrics):
-        if update == 8 and COUNT == "FULL" and RANK == "1":
-            time.sleep(1)  # The checkpoint of update 6 gets written.
+    def on_log(self, step, metrics):
+        if step == 8 and COUNT == "FULL" and RANK == "1":
+            time.sleep(1)  # The checkpoint of step 6 gets written.
             Path("gone").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -291,7 +291,7 @@ def test_training_goes_on_with_the_same_losses(tmp_path, expected, full, setting
     assert 0 < result["goodput"] < 1
     events = [json.loads(line) for line in (run / "events.jsonl").open()]
     (event,) = [event for event in events if event["kind"] == "processes"]
-    assert (event["processes"], event["mesh"], event["update"]) == (count, mesh, 6)
+    assert (event["processes"], event["mesh"], event["step"]) == (count, mesh, 6)
     assert f"continuing with {count} of {full} processes" in event["message"]
 
 
@@ -329,7 +329,7 @@ setup_multinode()
 count = os.environ.get("WORLD_SIZE", "1")
 
 class Gone(mw.Callback):
-    def on_log(self, update, metrics):
+    def on_log(self, step, metrics):
         if count == "2" and os.environ["RANK"] == "0":
             os._exit(9)
 
@@ -392,8 +392,8 @@ def test_a_machine_that_is_lost_is_noticed_and_the_other_goes_on(tmp_path, expec
         import meshwright as mw
 
         class Fault(mw.Callback):
-            def on_log(self, update, metrics):
-                if update == 8 and os.environ["RANK"] == "1":
+            def on_log(self, step, metrics):
+                if step == 8 and os.environ["RANK"] == "1":
                     time.sleep(1)
                     Path("pids").write_text(f"{os.getppid()} {os.getpid()}")
                     # Nothing of the machine answers any more, and no connection is closed.
@@ -428,6 +428,6 @@ def _seconds_to_notice(launcher: subprocess.Popen[str], stopped: Path) -> float:
     """Return how long the launcher of the other machine took to name the lost process."""
     assert launcher.stderr is not None
     for line in launcher.stderr:
-        if re.match(r"launch: process 0 lost process 1 at update \d+; restart 1 of 10", line):
+        if re.match(r"launch: process 0 lost process 1 at step \d+; restart 1 of 10", line):
             return time.time() - stopped.stat().st_mtime
     raise AssertionError("not noticed")

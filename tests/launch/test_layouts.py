@@ -13,7 +13,7 @@ LAYOUTS = {"2 × 2": (2, 2), "4 × 1": (4, 1), "1 × 4": (1, 4)}
 
 
 def losses(folder: Path, processes: int, devices: int, *words: str) -> list[float]:
-    """Train with the public command, and return the loss of every update."""
+    """Train with the public command, and return the loss of every step."""
     run = folder / f"{processes}x{devices}"
     layout = [f"--nprocs={processes}", f"--devices-per-process={devices}", "--"]
     own = [f"hydra.run.dir={run}", "tracking.log_every=1", "checkpoint=none", *words]
@@ -33,7 +33,7 @@ def losses(folder: Path, processes: int, devices: int, *words: str) -> list[floa
 
 @pytest.mark.full
 def test_a_mesh_trains_alike_however_its_devices_are_divided(tmp_path):
-    """The quick start of the page about processes, for 20 updates of the default model."""
+    """The quick start of the page about processes, for 20 steps of the default model."""
     words = ("mesh.fsdp=4", "training.steps=20")
     found = {name: losses(tmp_path, *layout, *words) for name, layout in LAYOUTS.items()}
     assert all(len(each) == 20 for each in found.values())

@@ -49,12 +49,12 @@ def undisturbed(tmp_path_factory) -> dict[int, float]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Return the loss of each update; those that were done twice must agree."""
+    """Return the loss of each step; those that were done twice must agree."""
     found: dict[int, float] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         if values["split"] == "train":
-            assert found.setdefault(values["update"], values["loss"]) == values["loss"]
+            assert found.setdefault(values["step"], values["loss"]) == values["loss"]
     return found
 
 
@@ -101,7 +101,7 @@ def test_a_killed_process_requeues_the_job_which_resumes_bit_for_bit(slurm, undi
     os.kill(worker_of(job, "1"), signal.SIGKILL)
     text = finish(slurm, job, log)
     assert f"exit code 137: job {job} is requeued, restart 1 of 3" in text
-    assert "resume: continuing after update" in text
+    assert "resume: continuing after step" in text
     assert losses(run) == undisturbed
     assert len(undisturbed) == STEPS
 
@@ -113,7 +113,7 @@ def test_the_signal_before_the_time_limit_saves_and_requeues(slurm, undisturbed,
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
     text = finish(slurm, job, log)
     assert "SIGUSR1 asked to stop" in text
-    assert f"resume: continuing after update {saved}, from" in text
+    assert f"resume: continuing after step {saved}, from" in text
     assert not list(run.glob("slurm-*.failures"))
     assert losses(run) == undisturbed
 

@@ -45,12 +45,12 @@ def test_a_heartbeat_is_read_as_it_was_written(tmp_path):
         heartbeat.saved(4)
         assert read_beat(tmp_path / "0.beat").doing is Doing.SAVING
     beat = read_beat(tmp_path / "0.beat")
-    assert (beat.count, beat.doing, beat.update) == (5, Doing.DISPATCHING, 4)
+    assert (beat.count, beat.doing, beat.step) == (5, Doing.DISPATCHING, 4)
     assert (beat.first, beat.saved) == (3, 4)
     assert 0 < beat.useful < sum(beat.seconds)
 
 
-def test_goodput_is_the_share_of_kept_updates():
+def test_goodput_is_the_share_of_kept_steps():
     assert EarlierAttempts().goodput(useful=3.0, seconds=4.0) == 0.75
     earlier = EarlierAttempts(count=1, started=0.0, useful=100.0, run_dir="/runs/a")
     again = EarlierAttempts.from_environment(earlier.to_environment())
@@ -65,28 +65,28 @@ def test_the_newest_complete_checkpoint_counts(tmp_path):
     assert newest_checkpoint(tmp_path) == 20
 
 
-def beat_at(update: int, own: float, waited: float) -> Beat:
-    """Return the beat of a process whose updates take 0.2 s, by what it does in them."""
+def beat_at(step: int, own: float, waited: float) -> Beat:
+    """Return the beat of a process whose steps take 0.2 s, by what it does in them."""
     seconds = [0.0] * len(Doing)
-    seconds[Doing.TRAINING], seconds[Doing.INPUT] = own * update, waited * update
-    seconds[Doing.WAITING] = (0.2 - own - waited) * update
-    return Beat(update, Doing.TRAINING, update, 0, -1, 0.0, 0.2 * update, tuple(seconds))
+    seconds[Doing.TRAINING], seconds[Doing.INPUT] = own * step, waited * step
+    seconds[Doing.WAITING] = (0.2 - own - waited) * step
+    return Beat(step, Doing.TRAINING, step, 0, -1, 0.0, 0.2 * step, tuple(seconds))
 
 
 def test_stragglers_are_named_by_what_takes_them_long():
     own, waits = {0: 0.01, 1: 0.15, 2: 0.012}, {0: 0.02, 1: 0.021, 2: 0.1}
     stragglers = Stragglers()
-    for update in range(120):
-        stragglers.add({rank: beat_at(update, own[rank], waits[rank]) for rank in own})
+    for step in range(120):
+        stragglers.add({rank: beat_at(step, own[rank], waits[rank]) for rank in own})
     first, second = (str(each) for each in stragglers.take()[:2])
-    assert "process 1 is slow: its own work takes 150.0 ms per update, 13.6 times" in first
-    assert "process 2 is slow: waiting for input takes 100.0 ms per update, 4.9 times" in second
+    assert "process 1 is slow: its own work takes 150.0 ms per step, 13.6 times" in first
+    assert "process 2 is slow: waiting for input takes 100.0 ms per step, 4.9 times" in second
     assert not stragglers.take()
 
 
 def test_equal_processes_are_no_stragglers():
     stragglers = Stragglers()
-    for update in range(200):
-        # The second takes twice as long for what is no part of an update worth mentioning.
-        stragglers.add({0: beat_at(update, 0.001, 0.0), 1: beat_at(update, 0.002, 0.0)})
+    for step in range(200):
+        # The second takes twice as long for what is no part of a step worth mentioning.
+        stragglers.add({0: beat_at(step, 0.001, 0.0), 1: beat_at(step, 0.002, 0.0)})
     assert not stragglers.take()

@@ -130,7 +130,7 @@ def test_the_address_can_be_given(cluster, capsys):
         # The task that failed first counts: the others save and exit 75 when srun ends them.
         ("2,75", 2, "a mistake in the input"),
         ("3,75", 3, "too little memory"),
-        ("4,75", 4, "an update that is not finite"),
+        ("4,75", 4, "a step that is not finite"),
         ("1,143", 1, "restart 1 of 3"),
         ("137,75", 137, "restart 1 of 3"),
     ],

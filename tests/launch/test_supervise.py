@@ -95,7 +95,7 @@ def test_all_end_when_one_fails_and_its_exit_code_counts(started):
     """
     code, _, err = finish(started(script, count=3))
     assert code == 7
-    last = "launch: process 1 ended with exit code 7 at update 20: the disk is full"
+    last = "launch: process 1 ended with exit code 7 at step 20: the disk is full"
     assert err.splitlines()[-1] == last
     assert "process 1 ended with exit code 7; the other 2 are being terminated" in err
 

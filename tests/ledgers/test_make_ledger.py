@@ -191,7 +191,7 @@ def test_stages_send_what_their_table_has_and_that_is_the_minimum():
     assert ledger.axes["data"].minimum_bytes == count * block
     assert ledger.suspicious == [], str(ledger)
     head, columns, *_ = str(ledger).splitlines()
-    assert head == "pipe=2 × data=2, bytes each device sends per update"
+    assert head == "pipe=2 × data=2, bytes each device sends per step"
     assert columns.split() == ["axis", "devices", "sent", "needed", "ratio", "overlapped"]
     assert repr(ledger).startswith("Ledger(mesh={'pipe': 2, 'data': 2}, sent_bytes=")
 

@@ -46,7 +46,7 @@ def _one_leaf_rolled(patch):
 
 def _mutation(does, break_it):
     caught = ("float64 loss", "float64 gradients", "own_precision gradients")
-    return Mutation(does, break_it, SCAN, caught, names="update 1")
+    return Mutation(does, break_it, SCAN, caught, names="step 1")
 
 
 MUTATIONS = (

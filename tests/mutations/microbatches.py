@@ -40,7 +40,7 @@ def _mutation(does, make, *, seen="", everyday=False):
         replace(train_step, "split_strided", make),
         DATA_ACCUMULATED,
         ("float64 loss", "float64 gradients", "own_precision gradients"),
-        names="update 1",
+        names="step 1",
         seen=seen,
         everyday=everyday,
     )

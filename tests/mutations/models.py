@@ -98,7 +98,7 @@ def tokens_loss(model, batch):
 
 
 def tokens_of(step):
-    """Return the tokens of an update, and weights that differ from sample to sample."""
+    """Return the tokens of a step, and weights that differ from sample to sample."""
     random = np.random.default_rng(step)
     return {
         "tokens": random.integers(VOCABULARY, size=(SAMPLES, LENGTH + 1), dtype=np.int32),

@@ -72,14 +72,14 @@ def _coarse_gradients(right):
 
 MUTATIONS = (
     Mutation(
-        "the bias correction is one update ahead",
+        "the bias correction is one step ahead",
         optimizer_leaves(".count", lambda count: count + 1),
         FSDP_PLAIN,
         ("float64 parameters", "own_precision parameters"),
         names="down.bias",
     ),
     Mutation(
-        "the optimizer's counter is reset in every update",
+        "the optimizer's counter is reset in every step",
         optimizer_leaves(".count", jnp.zeros_like),
         FSDP_PLAIN,
         ("float64 parameters", "own_precision parameters"),

@@ -1,4 +1,4 @@
-"""Repeated and other random bits: on every device, in every microbatch, layer or update."""
+"""Repeated and other random bits: on every device, in every microbatch, layer or step."""
 
 import dataclasses
 
@@ -98,7 +98,7 @@ MUTATIONS = (
         replace(train_step, "compute_gradients", _other_bits),
         DATA,
         ("float64 loss", "float64 gradients", "float64 state"),
-        names="update 1",
+        names="step 1",
     ),
     Mutation(
         "dropout draws the same bits on every data device",
@@ -106,7 +106,7 @@ MUTATIONS = (
         LOCAL_TOKENS,
         ("float64 loss", "float64 gradients", "own_precision gradients"),
         seen="devices seeded alike",
-        names="update 1",
+        names="step 1",
     ),
     Mutation(
         "dropout draws the same bits on every tensor device",
@@ -114,35 +114,35 @@ MUTATIONS = (
         TENSOR,
         ("float64 loss", "float64 gradients", "own_precision gradients"),
         seen="one random state for all tensor-parallel ranks",
-        names="update 1",
+        names="step 1",
     ),
     Mutation(
         "dropout draws the same bits in every microbatch",
         replace(train_step, "accumulate_gradients", _same_in_every_microbatch),
         DATA_ACCUMULATED,
         ("float64 loss", "float64 state"),
-        names="update 1",
+        names="step 1",
     ),
     Mutation(
-        "dropout draws the same bits in every update",
+        "dropout draws the same bits in every step",
         replace(train_step.TrainStep, "_update", _same_in_every_update),
         DATA,
         ("float64 loss", "float64 state", "own_precision state"),
-        names="update 2",
+        names="step 2",
     ),
     Mutation(
         "dropout draws the same bits in every layer of a scan",
         replace(StepLeaf, "join", _same_in_every_layer),
         SCAN,
         ("float64 loss", "float64 gradients"),
-        names="update 1",
+        names="step 1",
     ),
     Mutation(
         "a stage draws the same bits for every microbatch",
         replace(StageWork, "put_rows", _rows_not_advanced),
         STAGES,
         ("float64 loss", "float64 state"),
-        names="update 1",
+        names="step 1",
     ),
     Mutation(
         "a rematerialized block draws other bits than in its forward pass",

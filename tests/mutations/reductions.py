@@ -221,6 +221,6 @@ MUTATIONS = (
         DATA_PLAIN,
         ("float64 loss", "own_precision loss"),
         seen="logging on the main process without a reduction",
-        names="update 1",
+        names="step 1",
     ),
 )

@@ -47,12 +47,12 @@ class _Losses(mw.Callback):
     def __init__(self):
         self.values = {}
 
-    def on_log(self, update, values):
-        self.values[update] = values["loss"]
+    def on_log(self, step, values):
+        self.values[step] = values["loss"]
 
 
 def train(mesh, steps, folder=None):
-    """Train on as many devices as the mesh has; return the result and the loss of every update."""
+    """Train on as many devices as the mesh has; return the result and the loss of every step."""
     seen = _Losses()
     count = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
     trainer = mw.Trainer(
@@ -92,7 +92,7 @@ def _first_difference(expected, found, tolerance):
 
 @dataclass(eq=False)
 class Resumed:
-    """Two updates, a checkpoint and two more, compared with four updates in one go.
+    """Two steps, a checkpoint and two more, compared with four steps in one go.
 
     On the same mesh they must agree bit for bit.
     """
@@ -111,7 +111,7 @@ class Resumed:
             train(self.mesh, 2, folder)
             result, losses = train(self.then, 4, folder)
         expected = dict(self._known)
-        later = {update: loss for update, loss in expected.pop("losses").items() if update > 2}
+        later = {step: loss for step, loss in expected.pop("losses").items() if step > 2}
         exactly = self.mesh == self.then
         tolerance = (0.0, 0.0) if exactly else (1e-4, 1e-6)
         found = {"losses": _first_difference(later, losses, tolerance)}
@@ -122,7 +122,7 @@ class Resumed:
 
 @dataclass(eq=False)
 class Checksums:
-    """`meshwright check` on the checkpoint of two updates."""
+    """`meshwright check` on the checkpoint of two steps."""
 
     name: str = "checksums"
 

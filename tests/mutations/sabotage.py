@@ -58,7 +58,7 @@ def equation(primitive, module, change):
 
 
 def optimizer_leaves(ending, change):
-    """Change the leaves of the optimizer state whose path ends like this, before each update."""
+    """Change the leaves of the optimizer state whose path ends like this, before each step."""
 
     def make(right):
         def update(self, gradients, leaves, params, objective=None, **settings):

@@ -100,20 +100,20 @@ MUTATIONS = (
         "the last stage takes the targets of another microbatch",
         replace(StageWork, "head_gradient", _swapped_targets),
         ("float64 loss", "float64 gradients", "own_precision gradients"),
-        names="update 1",
+        names="step 1",
     ),
     _mutation(
         "stages hold each other's blocks",
         replace(Division, "rows", _reversed),
         ("float64 loss", "float64 gradients"),
-        names="update 1",
+        names="step 1",
     ),
     _mutation(
         "chunks are computed with the weights of the first",
         replace(StageWork, "held", _first_chunk),
         ("float64 loss", "float64 gradients"),
         check=CHUNKS,
-        names="update 1",
+        names="step 1",
     ),
     _mutation(
         "the last backward pass of a stage is dropped",

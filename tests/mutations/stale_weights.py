@@ -1,4 +1,4 @@
-"""Stale weights: gathered in an earlier update, or updated for one of their uses only."""
+"""Stale weights: gathered in an earlier step, or updated for one of their uses only."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from meshwright.step import train_step
 
 
 def _stale(is_stale):
-    """Let gradients be those at the weights of the update before, for some leaves."""
+    """Let gradients be those at the weights of the step before, for some leaves."""
 
     def make(right):
         def call(self, state, batch):
@@ -49,26 +49,26 @@ def _not_written(right):
 
 
 FSDP_WRITTEN = Verify(
-    "fsdp=4", odd_models.Written, odd_models.loss, lambda update: odd_models.batch()
+    "fsdp=4", odd_models.Written, odd_models.loss, lambda step: odd_models.batch()
 )
 
 MUTATIONS = (
     Mutation(
-        "gathered weights are those of the update before",
+        "gathered weights are those of the step before",
         _stale(lambda name: True),
         FSDP_PLAIN,
         ("float64 loss", "float64 parameters", "own_precision loss"),
         seen="weights gathered ahead and not invalidated",
-        names="update 2",
+        names="step 2",
         everyday=True,
     ),
     Mutation(
-        "the blocks of a pipeline use the weights of the update before",
+        "the blocks of a pipeline use the weights of the step before",
         _stale(lambda name: name.startswith("blocks.")),
         STAGES,
         ("float64 loss", "float64 parameters"),
         seen="pipelines without a flush",
-        names="update 2",
+        names="step 2",
     ),
     Mutation(
         "tied weights get the gradient of one of their uses",

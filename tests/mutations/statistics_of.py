@@ -57,7 +57,7 @@ MUTATIONS = (
         DATA,
         ("float64 loss", "float64 gradients", "float64 state", "own_precision gradients"),
         seen="data parallelism without synchronized batch normalization",
-        names="update 1",
+        names="step 1",
     ),
     Mutation(
         "running statistics are those of one device's samples",

@@ -46,7 +46,7 @@ def _mutation(does, break_it, *, check=TENSOR, seen="", everyday=False):
         break_it,
         check,
         ("float64 loss", "float64 gradients", "own_precision gradients"),
-        names="update 1",
+        names="step 1",
         seen=seen,
         everyday=everyday,
     )

@@ -57,7 +57,7 @@ MUTATIONS = (
         replace(trace, "read_loss", _larger),
         FSDP_PLAIN,
         ("as_written loss", "as_written gradients"),
-        names="update 1",
+        names="step 1",
         everywhere=True,
         only=True,
     ),
@@ -75,7 +75,7 @@ MUTATIONS = (
         _in_eval_mode_everywhere,
         DATA,
         ("as_written loss", "as_written gradients"),
-        names="update 1",
+        names="step 1",
         everywhere=True,
     ),
     Mutation(

@@ -71,7 +71,7 @@ def sizes_of(kind):
 
 
 def batch_of(kind, number):
-    """Return the batch of an update; tokens count unequally, so that microbatches do."""
+    """Return the batch of a step; tokens count unequally, so that microbatches do."""
     batch = TASKS[kind].synthetic_batch(number, SAMPLES)
     if "tokens" in batch:
         samples, length = batch["tokens"].shape

@@ -48,7 +48,7 @@ def test_checkpoints_move_between_meshes_with_and_without_stages(tmp_path):
     train(staged, tmp_path / "run", 1)
     train(alone, tmp_path / "run", 2)
     last = train(staged, tmp_path / "run", 3)
-    assert last.updates == 3
+    assert last.steps == 3
     assert last.assembled.plan.schedule == "interleaved"
     found = last.assembled.canonical(last.state)
     for path, value in expected.items():

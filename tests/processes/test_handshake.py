@@ -67,7 +67,7 @@ def test_a_trainer_in_two_processes_compares_optimizer_loss_model_length_and_cod
     assert "decay_steps is 100 in process 0 and 101 in process 1" in schedule
     assert "loss.make_loss.power is 2 in process 0 and 3 in process 1" in loss
     assert "model.kernel is param float32[4, 4] in process 0 and param float32[4, 5]" in model
-    assert "duration.updates is 1 in process 0 and 2 in process 1" in steps
+    assert "duration.steps is 1 in process 0 and 2 in process 1" in steps
     # The loss is the same in both processes, and a file that it imports is not.
     assert "code.helper is " in code
     assert "code.own_loss" not in code

@@ -11,10 +11,10 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("command_line")]
 
 
 def profile(*devices: tuple[float, float, float], waited: float = 0.0, **more) -> Profile:
-    """Make a profile of two updates of a second from compute, communication and hidden time."""
+    """Make a profile of two steps of a second from compute, communication and hidden time."""
     return Profile(
-        updates=2,
-        seconds_per_update=1.0,
+        steps=2,
+        seconds_per_step=1.0,
         devices=tuple(
             DeviceTime(number, compute, communication, hidden, 2 - compute - communication)
             for number, (compute, communication, hidden) in enumerate(devices)
@@ -42,9 +42,10 @@ def test_waiting_for_data_behind_computing_costs_nothing():
 
 def test_json_holds_everything():
     gather = CollectiveTime(("fsdp",), "all-gather", "blocks.0", 2, 0.5, 0.4, 1024)
-    text = json.dumps(profile((1.0, 0.8, 0.2), collectives=(gather,), trace="trace").to_json())
-    found = json.loads(text)
-    assert found["updates"] == 2
+    one = profile((1.0, 0.8, 0.2), collectives=(gather,), trace="trace")
+    assert (one.updates, one.seconds_per_update) == (one.steps, one.seconds_per_step)
+    found = json.loads(json.dumps(one.to_json()))
+    assert found["steps"] == 2
     assert set(found["shares"]) == {"compute", "communication", "input_wait", "idle"}
     assert found["collectives"][0] | {"exposed_seconds": 0} == {
         "axis": "fsdp",

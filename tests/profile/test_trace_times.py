@@ -91,7 +91,7 @@ def profiled(tmp_path_factory):
 
 def test_a_real_trace_names_every_collective_of_every_device(profiled):
     profiler, mesh, compiled = profiled
-    profile = read_profile(profiler.trace, mesh, compiled.as_text(), updates=3)
+    profile = read_profile(profiler.trace, mesh, compiled.as_text(), steps=3)
     assert [device.device for device in profile.devices] == list(range(8))
     found = {c.axis: (c.kind, c.count, c.bytes) for c in profile.collectives}
     # In a ring of n, each device sends 2(n-1)/n of what is reduced.
@@ -108,7 +108,7 @@ def test_a_real_trace_names_every_collective_of_every_device(profiled):
 
 def test_without_the_program_kinds_are_still_known(profiled):
     profiler, mesh, _ = profiled
-    profile = read_profile(profiler.trace, mesh, None, updates=3)
+    profile = read_profile(profiler.trace, mesh, None, updates=profiler.steps)
     assert [(c.axis, c.kind, c.count) for c in profile.collectives] == [
         ("unknown", "all-reduce", 5)
     ]

@@ -18,9 +18,9 @@ def certificate_of(plan, *, loss_difference=1.5e-16, null_leaves=()):
         what="loss",
         equal=equal,
         tolerance=1e-10,
-        worst="update 2",
+        worst="step 2",
         difference=loss_difference,
-        first_different=None if equal else "update 2",
+        first_different=None if equal else "step 2",
         first_difference=None if equal else loss_difference,
     )
     gradients = Comparison(
@@ -46,9 +46,9 @@ def test_a_certificate_is_printed_in_a_few_lines():
     gradients = "  gradients: equal, largest difference 2.0e-07 (up.kernel), tolerance 3.0e-05"
     assert str(certificate).splitlines() == [
         "fsdp=4 × tensor=2: equal to one device",
-        "float64, 2 updates of 1,234 parameters",
-        "  loss: equal, largest difference 1.5e-16 (update 2), tolerance 1.0e-10",
-        "precision no, 2 updates, one by one",
+        "float64, 2 steps of 1,234 parameters",
+        "  loss: equal, largest difference 1.5e-16 (step 2), tolerance 1.0e-10",
+        "precision no, 2 steps, one by one",
         gradients,
         "the loss as written, float32, one device",
         gradients,
@@ -60,7 +60,7 @@ def test_a_failed_certificate_says_so_first_and_names_the_difference():
     certificate = certificate_of(plan_of({"fsdp": 8}), loss_difference=0.25)
     first, _, loss, *_ = str(certificate).splitlines()
     assert first == "fsdp=8: NOT equal to one device"
-    assert loss == "  loss: `update 2` differs by 2.50e-01, more than 1.0e-10"
+    assert loss == "  loss: `step 2` differs by 2.50e-01, more than 1.0e-10"
 
 
 def test_leaves_without_a_gradient_are_listed():

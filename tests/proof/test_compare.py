@@ -109,19 +109,19 @@ def test_a_loss_that_is_not_finite_equals_nothing(bad):
     for expected, found in ((1.0, bad), (bad, 1.0), (bad, bad)):
         comparison = compare_losses([2.0, expected], [2.0, found], 1e300)
         assert not comparison.equal
-        assert comparison.first_different == "update 2"
+        assert comparison.first_different == "step 2"
 
 
-def test_losses_are_compared_update_by_update():
+def test_losses_are_compared_step_by_step():
     comparison = compare_losses([4.0, 2.0, 1.0], [4.0, 2.0 + 1e-9, 1.0 + 1e-9], 1e-10)
     assert not comparison.equal
     assert comparison.what == "loss"
-    assert (comparison.first_different, comparison.worst) == ("update 2", "update 3")
+    assert (comparison.first_different, comparison.worst) == ("step 2", "step 3")
     assert comparison.first_difference == pytest.approx(5e-10)
     assert compare_losses([-4.0], [-4.0], 1e-10).equal
 
 
-def test_metrics_are_compared_with_their_largest_value_of_any_update():
+def test_metrics_are_compared_with_their_largest_value_of_any_step():
     expected = [{"accuracy": 0.0, "norm": 4.0}, {"accuracy": 0.5, "norm": 2.0}]
     found = [{"accuracy": 0.05, "norm": 4.0, "skipped": 1.0}, {"accuracy": 0.5, "norm": 2.0}]
     assert metric_gaps(expected, found) == {"accuracy": pytest.approx(0.1), "norm": 0.0}

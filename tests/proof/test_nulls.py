@@ -111,7 +111,7 @@ def test_leaves_that_have_a_gradient_later_are_trained(monkeypatch):
     assert right.null_leaves == ["up.bias", "up.kernel"]
     change_gradient(monkeypatch, leaves.index("up.kernel"), lambda gradient: 2 * gradient)
     found = failures(certify({"data": 2}, model=Late, optimizer=optax.sgd(0.1)))
-    # Twice nothing is nothing in the first update, whose gradients are compared in float64.
+    # Twice nothing is nothing in the first step, whose gradients are compared in float64.
     assert list(found) == ["float64 metrics", "float64 parameters", "own_precision gradients"]
     assert found["own_precision gradients"].first_different == "up.kernel"
     assert found["float64 parameters"].first_different == "up.kernel"

@@ -60,7 +60,7 @@ def gradients_on_one_device(monkeypatch):
 
 
 def test_one_device_computes_every_gradient_once(gradients_on_one_device):
-    """In float64 and in float32, of two updates each; float32 is also the loss as written."""
+    """In float64 and in float32, of two steps each; float32 is also the loss as written."""
     assert certify({"data": 2}, model=Plain, optimizer=optax.sgd(0.1)).equal
     first, again, *_ = [found["up.kernel"] for found in gradients_on_one_device]
     assert len(gradients_on_one_device) == 4
@@ -68,7 +68,7 @@ def test_one_device_computes_every_gradient_once(gradients_on_one_device):
 
 
 def moments_that_become_float32():
-    """Return momentum whose state starts in bfloat16 and is float32 after the first update."""
+    """Return momentum whose state starts in bfloat16 and is float32 after the first step."""
 
     def init(params):
         return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
@@ -82,7 +82,7 @@ def moments_that_become_float32():
 
 @pytest.mark.full
 def test_an_optimizer_whose_state_changes_its_format():
-    """The step was compiled for the first update; it is compiled again for the second."""
+    """The step is compiled for its first call, and again for the second."""
     assert certify({"fsdp": 2}, model=Plain, optimizer=moments_that_become_float32()).equal
 
 
@@ -121,10 +121,10 @@ def test_a_gradient_that_is_not_finite(break_gradients, value):
         assert broken[name].first_difference is None
 
 
-def batches_with_nan_at(update):
+def batches_with_nan_at(number):
     def batches(step):
         batch = batch_of(step)
-        batch["x"][0, 0] = np.nan if step == update else 0.0
+        batch["x"][0, 0] = np.nan if step == number else 0.0
         return batch
 
     return batches
@@ -136,7 +136,7 @@ def test_what_is_not_finite_on_both_sides_is_not_equal():
         *("float64 loss", "float64 parameters", "float64 state"),
     }
     for part in ("float64", "own_precision"):
-        assert broken[f"{part} loss"].first_different == "update 2"
+        assert broken[f"{part} loss"].first_different == "step 2"
 
 
 def test_a_first_loss_that_is_not_finite_is_a_mistake_of_the_user():

@@ -16,9 +16,9 @@ from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline_drawing import timeline_svg
 from meshwright.tracking import make_trackers
 
-UPDATES = 200
+STEPS = 200
 LOG_EVERY = 2
-NUM_LOGGED = 1 + UPDATES // LOG_EVERY
+NUM_LOGGED = 1 + STEPS // LOG_EVERY
 MIB = 2**20
 
 
@@ -39,14 +39,14 @@ def write_run(
     if profiled:
         (folder / "profile.json").write_text(json.dumps(profile()))
     trackers = make_trackers(
-        TrackingConfig(), folder, total_updates=UPDATES, console=Console(file=io.StringIO())
+        TrackingConfig(), folder, total_steps=STEPS, console=Console(file=io.StringIO())
     )
     trackers.start(facts(mesh, project))
     write_metrics(trackers, learning_rate)
     trackers.event("warning", 120, "input wait 34% of the step: raise data.workers", {})
     result = {
-        "updates": UPDATES, "first_loss": 5.6, "final_loss": 1.93, "eval_loss": 2.05,
-        "seconds": 312.4, "sample": "def main():\n    return <b>0</b>\n", "stopped": "all updates",
+        "steps": STEPS, "first_loss": 5.6, "final_loss": 1.93, "eval_loss": 2.05,
+        "seconds": 312.4, "sample": "def main():\n    return <b>0</b>\n", "stopped": "all steps",
     }  # fmt: skip
     trackers.close(result if finished else {})
     return folder
@@ -54,13 +54,13 @@ def write_run(
 
 def write_metrics(trackers, learning_rate: float) -> None:
     random = np.random.default_rng(int(learning_rate * 1e6))
-    for update in [1, *range(LOG_EVERY, UPDATES + 1, LOG_EVERY)]:
-        decay = math.exp(-update * learning_rate * 60)
+    for step in [1, *range(LOG_EVERY, STEPS + 1, LOG_EVERY)]:
+        decay = math.exp(-step * learning_rate * 60)
         loss = 1.9 + 3.7 * decay + random.normal() * 0.06
         speed = 410 + random.normal() * 12
         values = {
             "loss": loss,
-            "learning_rate": learning_rate * min(1, update / 20),
+            "learning_rate": learning_rate * min(1, step / 20),
             "grad_norm": 0.4 + 2 * decay + abs(random.normal()) * 0.2,
             "samples_per_second": speed,
             "tokens_per_second": speed * 128,
@@ -70,10 +70,10 @@ def write_metrics(trackers, learning_rate: float) -> None:
             "input_wait_share": abs(random.normal()) * 0.02,
             "accuracy": 0.6 - 0.5 * decay,
         }
-        trackers.log("train", update, values)
-        if update % 50 == 0:
-            trackers.log("eval", update, {"loss": loss + 0.12, "accuracy": 0.57 - 0.5 * decay})
-            trackers.event("checkpoint", update, f"saved checkpoints/{update}", {})
+        trackers.log("train", step, values)
+        if step % 50 == 0:
+            trackers.log("eval", step, {"loss": loss + 0.12, "accuracy": 0.57 - 0.5 * decay})
+            trackers.event("checkpoint", step, f"saved checkpoints/{step}", {})
 
 
 def facts(mesh: dict[str, int], project: str) -> dict[str, object]:
@@ -93,7 +93,7 @@ def facts(mesh: dict[str, int], project: str) -> dict[str, object]:
             "temporary": 24 * MIB, "total": 30.5 * MIB,
         },
         "sharding": list(sharding()),
-        "flops_per_update": 42_000_000_000,
+        "flops_per_step": 42_000_000_000,
         "peak_flops": None,
         "dataset": {"fingerprint": "9f3a77c0", "num_samples": 41_233, "description": "5.3 MB text"},
         "seed": 0,
@@ -164,8 +164,8 @@ def ledger(mesh: dict[str, int]) -> dict[str, object]:
 
 def profile() -> dict[str, object]:
     return {
-        "updates": 5,
-        "seconds_per_update": 0.0391,
+        "steps": 5,
+        "seconds_per_step": 0.0391,
         "shares": {"compute": 0.61, "communication": 0.22, "input_wait": 0.05, "idle": 0.12},
         "collectives": [
             {"axis": axis, "kind": kind, "module": f"blocks.{n}.mlp", "count": 2 * n + 2,
@@ -185,7 +185,7 @@ def config(learning_rate: float, mesh: dict[str, int]) -> list[dict[str, object]
         ("model.hidden_size", 256, "file model/gpt2_tiny.yaml"),
         ("optimizer.learning_rate", learning_rate, "override optimizer.learning_rate=…"),
         ("optimizer.clip_norm", 1.0, "default"),
-        ("training.steps", UPDATES, "file training/default.yaml"),
+        ("training.steps", STEPS, "file training/default.yaml"),
         ("training.micro_batch_size", None, "default"),
         *(
             (f"mesh.{axis}", mesh.get(axis, 1), "override" if axis in mesh else "default")

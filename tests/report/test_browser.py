@@ -4,7 +4,7 @@ import json
 
 import pytest
 from report.browser import Browser, find_browser
-from report.sample_runs import NUM_LOGGED, UPDATES, write_run
+from report.sample_runs import NUM_LOGGED, STEPS, write_run
 
 from meshwright.report import make_page, read_run
 
@@ -87,7 +87,7 @@ def test_curves_have_a_point_for_every_logged_value(show):
     titles = texts(browser, "figcaption > span:first-child")
     assert titles[:4] == ["Loss", "accuracy", "Learning rate", "Gradient norm"]
     assert points(browser, ".chart path.line[data-split=train]") == NUM_LOGGED
-    assert points(browser, ".chart path.line[data-split=eval]") == UPDATES // 50
+    assert points(browser, ".chart path.line[data-split=eval]") == STEPS // 50
     drawn = browser.evaluate(
         "[...document.querySelectorAll('path.line')].map(p => p.getBBox().width)"
     )
@@ -100,11 +100,9 @@ def test_pointing_at_a_chart_reads_the_values_there(show, pages):
     browser.mouse("mouseMoved", x, y)
     shown = browser.evaluate("document.querySelector('.reading').textContent")
     lines = [json.loads(line) for line in (pages / "a" / "metrics.jsonl").read_text().splitlines()]
-    update = int(shown.split("train")[0].removeprefix("update "))
-    assert abs(update - UPDATES / 2) < 20
-    loss = next(
-        line["loss"] for line in lines if (line["split"], line["update"]) == ("train", update)
-    )
+    step = int(shown.split("train")[0].removeprefix("step "))
+    assert abs(step - STEPS / 2) < 20
+    loss = next(line["loss"] for line in lines if (line["split"], line["step"]) == ("train", step))
     assert float(shown.split("train ")[1].split("eval")[0]) == pytest.approx(loss, rel=1e-3)
     browser.mouse("mouseMoved", 2, 2)
     assert browser.evaluate("document.querySelector('.reading').textContent") == ""
@@ -113,10 +111,10 @@ def test_pointing_at_a_chart_reads_the_values_there(show, pages):
 def test_the_arrow_keys_read_the_values_too(show):
     browser = show("one")
     browser.evaluate("document.querySelector('.plot svg').focus()")
-    for expected in (UPDATES, UPDATES - 2):
+    for expected in (STEPS, STEPS - 2):
         browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft")
         shown = browser.evaluate("document.querySelector('.reading .at').textContent")
-        assert shown == f"update {expected}"
+        assert shown == f"step {expected}"
 
 
 def test_dragging_zooms_and_the_button_shows_all_again(show):
@@ -182,20 +180,20 @@ def test_the_ledger_shows_what_overlaps(show, pages, tmp_path):
     assert texts(browser, "#ledger .note")[0].endswith("is not known: no GPU.")
 
 
-def test_updates_that_were_not_finite_are_counted_and_listed(browser, tmp_path):
+def test_steps_that_were_not_finite_are_counted_and_listed(browser, tmp_path):
     folder = write_run(tmp_path / "run")
     own = {"kind": "incident", "loss": "nan", "grad_norm": "nan", "record": None, "time": 1.0}
     with (folder / "events.jsonl").open("a") as file:
-        for update, action in ((5, "skip"), (6, "skip"), (9, "stop")):
-            line = own | {"update": update, "batch": update - 1, "action": action}
-            file.write(json.dumps(line | {"message": f"the loss is nan at update {update}"}) + "\n")
+        for step, action in ((5, "skip"), (6, "skip"), (9, "stop")):
+            line = own | {"step": step, "batch": step - 1, "action": action}
+            file.write(json.dumps(line | {"message": f"the loss is nan at step {step}"}) + "\n")
     page = tmp_path / "page.html"
     page.write_text(make_page([read_run(folder)]))
     browser.open(page)
     assert browser.errors == []
     assert "3 incidents" in texts(browser, "header .badge")
     assert "3 (skip 2, stop 1)" in " ".join(texts(browser, "#facts td"))
-    assert "Updates that were not finite" in " ".join(texts(browser, "#events caption"))
+    assert "Steps that were not finite" in " ".join(texts(browser, "#events caption"))
     rows = [text for text in texts(browser, "#events tr") if text.startswith("9stop")]
     assert rows == ["9stopnannan8–"]
 
@@ -258,7 +256,7 @@ def test_on_a_phone_only_boxes_scroll_sideways(show, name):
     browser.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     x, y = browser.middle(".chart .plot svg")
     browser.mouse("mouseMoved", x - 60, y)
-    assert texts(browser, ".chart:first-child .reading")[0].startswith("update ")
+    assert texts(browser, ".chart:first-child .reading")[0].startswith("step ")
     assert browser.evaluate("document.documentElement.scrollWidth") == 390
     outside = browser.evaluate(
         "[...document.querySelectorAll('#page *')]"
@@ -289,7 +287,7 @@ def test_the_values_are_there_as_a_table(show):
     browser.wait_for("document.querySelector('.values tbody tr')")
     assert len(texts(browser, ".chart:first-child .values tbody tr")) == NUM_LOGGED
     assert browser.evaluate(f"{CHART}.querySelector('svg').getAttribute('aria-label')").startswith(
-        "Loss by update: train ends at"
+        "Loss by step: train ends at"
     )
 
 
@@ -313,7 +311,7 @@ def test_whatever_stands_in_the_files_stays_text(browser, tmp_path):
     facts["sharding"][0]["path"] = facts["plan"] = facts["remarks"][0] = attack
     (folder / "run.json").write_text(json.dumps(facts))
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"split": attack, "update": 1, attack: 1.0, "loss": 2.0}) + "\n")
+        file.write(json.dumps({"split": attack, "step": 1, attack: 1.0, "loss": 2.0}) + "\n")
     (folder / "events.jsonl").write_text(json.dumps({"kind": attack, "message": attack}) + "\n")
     (folder / "config.json").write_text(json.dumps([{"key": attack, "value": attack}]))
     page = tmp_path / "page.html"
@@ -353,13 +351,13 @@ def test_the_checks_of_these_tests_notice_errors_and_requests(browser, tmp_path)
     assert any('"no"' in error for error in browser.errors)
 
 
-def test_gaps_single_points_and_a_slow_first_update_are_drawn_inside_the_chart(browser, tmp_path):
+def test_gaps_single_points_and_a_slow_first_step_are_drawn_inside_the_chart(browser, tmp_path):
     losses = [3.0, None, 2.0, 1.0]
     lines = [
-        {"split": "train", "update": n, "loss": loss, "step_seconds": 9.0 if n == 1 else 0.1}
+        {"split": "train", "step": n, "loss": loss, "step_seconds": 9.0 if n == 1 else 0.1}
         for n, loss in enumerate(losses, start=1)
     ]
-    lines.append({"split": "eval", "update": 4, "loss": 1.5, "all_gaps": None})
+    lines.append({"split": "eval", "step": 4, "loss": 1.5, "all_gaps": None})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     page = tmp_path / "page.html"
     page.write_text(make_page([read_run(tmp_path)]))
@@ -367,7 +365,7 @@ def test_gaps_single_points_and_a_slow_first_update_are_drawn_inside_the_chart(b
     path = "document.querySelector('.chart path.line').getAttribute('d')"
     assert browser.evaluate(f"{path}.replace(/[^ML]/g, '')") == "MML"
     assert browser.evaluate("document.querySelectorAll('.chart:first-child .dot').length") == 1
-    number = texts(browser, "figcaption > span:first-child").index("Time per update")
+    number = texts(browser, "figcaption > span:first-child").index("Time per step")
     line = f"document.querySelectorAll('.chart')[{number}].querySelector('path')"
     box = browser.evaluate(f"(b => [b.x, b.y])({line}.getBBox())")
     assert box == pytest.approx([58, 10], abs=0.5)

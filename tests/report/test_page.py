@@ -48,5 +48,5 @@ def test_data_cannot_end_its_element_or_fill_in_the_template():
 
 
 def test_numbers_that_json_cannot_hold_do_not_break_the_page():
-    page = make_page([run(facts={"flops_per_update": float("nan"), "peak": float("inf")})])
-    assert embedded(page)["runs"][0]["facts"] == {"flops_per_update": None, "peak": None}
+    page = make_page([run(facts={"flops_per_step": float("nan"), "peak": float("inf")})])
+    assert embedded(page)["runs"][0]["facts"] == {"flops_per_step": None, "peak": None}

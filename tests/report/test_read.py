@@ -33,15 +33,15 @@ def test_a_whole_run_is_read_back(tmp_path):
 
 
 def test_a_run_that_failed_says_why_until_it_is_started_again(tmp_path):
-    stop = {"kind": "stop", "update": 9, "message": "failed: the loss is nan at update 7"}
+    stop = {"kind": "stop", "step": 9, "message": "failed: the loss is nan at step 7"}
     write_lines(tmp_path / "events.jsonl", stop | {"failed": True, "time": 2e9})
-    assert read_run(tmp_path)["failure"] == "failed: the loss is nan at update 7"
+    assert read_run(tmp_path)["failure"] == "failed: the loss is nan at step 7"
     facts = {"started": "2026-01-01T00:00:00+00:00", "resumed": ["2040-01-01T00:00:00+00:00"]}
     (tmp_path / "run.json").write_text(json.dumps(facts))
     assert read_run(tmp_path)["failure"] is None
     (tmp_path / "run.json").write_text(json.dumps(facts | {"resumed": "?"}))
     assert read_run(tmp_path)["failure"] is not None
-    write_lines(tmp_path / "events.jsonl", stop | {"message": "all updates are done"})
+    write_lines(tmp_path / "events.jsonl", stop | {"message": "all steps are done"})
     assert read_run(tmp_path)["failure"] is None
 
 
@@ -52,13 +52,13 @@ def test_an_empty_folder_is_an_empty_run(tmp_path):
     assert run["curves"] == run["config"] == run["events"] == []
 
 
-def test_of_two_lines_of_one_update_the_later_counts(tmp_path):
+def test_of_two_lines_of_one_step_the_later_counts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_lines(
         path,
-        *({"split": "train", "update": u, "loss": 10.0 + u} for u in (1, 2, 3)),
-        *({"split": "train", "update": u, "loss": 20.0 + u} for u in (2, 3, 4)),
-        {"split": "eval", "update": 2, "loss": 5.0},
+        *({"split": "train", "step": u, "loss": 10.0 + u} for u in (1, 2, 3)),
+        *({"split": "train", "step": u, "loss": 20.0 + u} for u in (2, 3, 4)),
+        {"split": "eval", "step": 2, "loss": 5.0},
     )
     assert curves(path) == {
         ("train", "loss"): [(1, 11.0), (2, 22.0), (3, 23.0), (4, 24.0)],
@@ -68,7 +68,7 @@ def test_of_two_lines_of_one_update_the_later_counts(tmp_path):
 
 def test_torn_and_foreign_lines_are_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    good = json.dumps({"split": "train", "update": 1, "loss": 1.0, "note": "x", "flag": True})
+    good = json.dumps({"split": "train", "step": 1, "loss": 1.0, "note": "x", "flag": True})
     path.write_bytes(
         good.encode() + b'\n[1]\nnull\n{"split": 3}\n\xff\xfe\n{"split": "train", "upd'
     )
@@ -77,7 +77,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path):
 
 def test_numbers_that_are_not_finite_become_gaps(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write_lines(path, *({"split": "train", "update": u, "loss": None} for u in (1, 2)))
+    write_lines(path, *({"split": "train", "step": u, "loss": None} for u in (1, 2)))
     assert curves(path) == {("train", "loss"): [(1, None), (2, None)]}
 
 

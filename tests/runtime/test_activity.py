@@ -90,8 +90,8 @@ def test_a_failed_activity_leaves_the_word_to_its_error(capsys):
     assert stages(capsys.readouterr().err) == ["saving again"]
 
 
-def test_the_progress_bar_shows_what_an_update_waits_for(terminal, tmp_path):
-    tracker = ProgressTracker(terminal, tmp_path, total_updates=2)
+def test_the_progress_bar_shows_what_a_step_waits_for(terminal, tmp_path):
+    tracker = ProgressTracker(terminal, tmp_path, total_steps=2)
     with show_activities(terminal):
         tracker.start({})
         with activity("initializing the state"), terminal.capture() as captured:

@@ -119,7 +119,7 @@ def test_in_python_the_exception_is_the_users_own_with_a_note(own):
     import own_code
 
     class Failing(mw.Callback):
-        def on_log(self, update, values):
+        def on_log(self, step, values):
             raise KeyError("mine")
 
     def trainer(**model):

@@ -48,7 +48,7 @@ def put_together(build, loss, batch, mesh, *, optimizer=None, wide=True, **optio
 
 
 class Run:
-    """What some updates gave: losses, and the model's leaves by path."""
+    """What some steps gave: losses, and the model's leaves by path."""
 
     def __init__(self, losses, leaves, metrics=None):
         self.losses = [float(x) for x in losses]
@@ -57,7 +57,7 @@ class Run:
 
 
 def on_mesh(assembled, model, batches):
-    """Run the step, one update for each batch, in float64 if it was assembled wide."""
+    """Run the step once for each batch, in float64 if it was assembled wide."""
     state = assembled.start(
         [jax.device_get(v) for v in map(widen, assembled.model_leaves.values(model))]
     )

@@ -1,4 +1,4 @@
-"""Reducing gradients once per several microbatches: the same update, less sent."""
+"""Reducing gradients once per several microbatches: the same step, less sent."""
 
 import re
 

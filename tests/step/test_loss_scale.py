@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 
 
 def schedule(finite):
-    """Return (scale, skipped) after a sequence of updates, written out in Python."""
+    """Return (scale, skipped) after a sequence of steps, written out in Python."""
     scale, good, skipped = INITIAL_SCALE, 0, 0
     for ok in finite:
         if not ok:
@@ -31,7 +31,7 @@ def schedule(finite):
 
 CASES = {
     "growing": [True] * (2 * GROWTH_INTERVAL + 3),
-    "one bad update restarts the count": [True] * (GROWTH_INTERVAL - 1) + [False] + [True] * 1999,
+    "one bad step restarts the count": [True] * (GROWTH_INTERVAL - 1) + [False] + [True] * 1999,
     "falling to the smallest": [False] * 20,
     "mixed": ([True] * 700 + [False]) * 4 + [True] * 2500,
     "rising to the largest": [True] * (11 * GROWTH_INTERVAL),

@@ -15,7 +15,7 @@ BATCH = {
     "x": RNG.normal(size=(16, 8)).astype("float32"),
     "y": RNG.normal(size=(16, 4)).astype("float32"),
 }
-UPDATES = 3
+STEPS = 3
 
 
 class Block(nnx.Module):
@@ -104,7 +104,7 @@ def plain_losses(optimizer, model=None, *, extra=("value", "grad", "value_fn")):
     transformation = optimizer if plain else optax.with_extra_args_support(optimizer)
     params = nnx.to_pure_dict(state)
     kept, losses = optimizer.init(params), []
-    for _ in range(UPDATES):
+    for _ in range(STEPS):
         params, kept, value = update(params, kept)
         losses.append(float(value))
     return losses
@@ -120,7 +120,7 @@ def fit(optimizer, mesh="fsdp=4,tensor=2", model=None, **settings):
         sharding=mw.ShardingConfig(min_shard_size=0),
         **settings,
     )
-    return list(trainer.fit([BATCH] * UPDATES, steps=UPDATES).losses.values())
+    return list(trainer.fit([BATCH] * STEPS, steps=STEPS).losses.values())
 
 
 def test_a_line_search_sees_the_loss_of_the_whole_batch():
@@ -192,7 +192,7 @@ def test_a_line_search_is_proven_equal_in_float64(mesh):
 def test_sharpness_aware_minimization_gets_gradients_elsewhere():
     inner, adversary = optax.sgd(0.01), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
     opaque = optax.contrib.sam(inner, adversary, opaque_mode=True)
-    # Without that mode, every second update is one of the model.
+    # Without that mode, every second step is one of the model.
     losses = plain_losses(optax.contrib.sam(inner, adversary), extra=())
     assert fit(opaque)[:2] == pytest.approx(losses[::2], rel=1e-5)
 

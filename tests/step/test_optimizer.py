@@ -16,7 +16,7 @@ from meshwright.program.evaluate.widen import widened
 from meshwright.sharding.decide import decide
 from meshwright.step.optimizer import FlatOptimizer
 
-UPDATES = 3
+STEPS = 3
 
 
 def by_rank(params):
@@ -98,7 +98,7 @@ def values():
         start = model_leaves.values(fill(Layers))
     gradients = [
         [np.float64(numbers(*p.shape, seed=97 * u + n)) for n, p in enumerate(start)]
-        for u in range(UPDATES)
+        for u in range(STEPS)
     ]
     return [np.float64(p) for p in start], gradients
 
@@ -125,7 +125,7 @@ def nested(paths, leaves):
 
 @functools.cache
 def expected(name):
-    """Return the parameters after some updates, by optax alone."""
+    """Return the parameters after some steps, by optax alone."""
     model_leaves, _ = program(rolled=False)
     paths = [leaf.path for leaf in model_leaves.leaves]
     start, gradients = values()

@@ -180,7 +180,7 @@ def test_compiled_arguments_are_the_sum_of_the_shards(sharding):
         int(np.prod(leaf.shape)) * leaf.dtype.itemsize // leaf.placement.shards(sizes)
         for leaf in assembled.step.optimizer.leaves
     )
-    expected += 4  # the number of updates done
+    expected += 4  # the number of steps done
     samples = sum(array.nbytes // 4 for array in batch.values())
     assert memory_of(compiled).argument == expected + samples
     # The whole state is updated in place.

@@ -48,7 +48,7 @@ def clock():
 @pytest.fixture
 def told(tmp_path, clock):
     written = []
-    tracker = LineTracker(written.append, tmp_path, total_updates=500, clock=clock)
+    tracker = LineTracker(written.append, tmp_path, total_steps=500, clock=clock)
     return tracker, written
 
 
@@ -81,13 +81,13 @@ def test_events_are_lines_except_those_that_metrics_tell_of(told):
     tracker, written = told
     tracker.event("checkpoint", 50, "saved [50]", {})
     tracker.event("eval", 50, "evaluated", {})
-    assert written == ["checkpoint: saved [50] (update 50)"]
+    assert written == ["checkpoint: saved [50] (step 50)"]
 
 
 def test_the_log_file_goes_on_where_it_ended(tmp_path):
-    for update in (1, 2):
-        tracker = LogFile(tmp_path, total_updates=None)
-        tracker.log("train", update, {"loss": 1.0})
+    for step in (1, 2):
+        tracker = LogFile(tmp_path, total_steps=None)
+        tracker.log("train", step, {"loss": 1.0})
         tracker.close({})
     written = (tmp_path / "train.log").read_text().splitlines()
     assert [line.split()[2:4] for line in written] == [["train", "1"], ["train", "2"]]

@@ -23,8 +23,8 @@ def shown(tracker, screen):
 
 def test_the_bar_shows_how_far_how_long_and_the_metrics(screen, tmp_path):
     now = iter([0.0, 0.0, *(10.0 for _ in range(20))])
-    tracker = ProgressTracker(screen, tmp_path, total_updates=500, clock=lambda: next(now))
-    assert "waiting for the first update" in shown(tracker, screen)
+    tracker = ProgressTracker(screen, tmp_path, total_steps=500, clock=lambda: next(now))
+    assert "waiting for the first step" in shown(tracker, screen)
     tracker.log("train", 120, {"loss": 2.5, "learning_rate": 3e-4, "mfu": 0.4})
     text = shown(tracker, screen)
     assert "120/500  10 s" in text
@@ -32,13 +32,13 @@ def test_the_bar_shows_how_far_how_long_and_the_metrics(screen, tmp_path):
 
 
 def test_a_run_without_a_known_end_has_a_bar_too(screen, tmp_path):
-    tracker = ProgressTracker(screen, tmp_path, total_updates=None)
+    tracker = ProgressTracker(screen, tmp_path, total_steps=None)
     tracker.log("train", 7, {"loss": 1.0})
     assert "  7  " in shown(tracker, screen)
 
 
 def test_the_cursor_comes_back_and_events_stay(screen, tmp_path):
-    tracker = ProgressTracker(screen, tmp_path, total_updates=2)
+    tracker = ProgressTracker(screen, tmp_path, total_steps=2)
     tracker.start({"plan": "data=8"})
     tracker.log("eval", 1, {"loss": 3.25})
     tracker.event("warning", 1, "slow [disk]", {})
@@ -47,5 +47,5 @@ def test_the_cursor_comes_back_and_events_stay(screen, tmp_path):
     written = screen.file.getvalue()
     assert "data=8" in written
     assert "eval  1/2  loss 3.2500" in written
-    assert "warning: slow [disk] (update 1)" in written
+    assert "warning: slow [disk] (step 1)" in written
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1

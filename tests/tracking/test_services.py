@@ -78,15 +78,27 @@ def test_wandb_gets_project_settings_metrics_and_result(wandb, tmp_path):
     tracker.start({"project": "p", "name": "first", "plan": "fsdp=4", "sharding": [1] * 1000})
     tracker.log("train", 5, {"loss": 2.5})
     tracker.event("warning", 5, "slow", {})
-    tracker.close({"updates": 5})
+    tracker.close({"steps": 5})
     (run,) = wandb
     assert (run.arguments["project"], run.arguments["entity"]) == ("p", "team")
     assert run.arguments["name"] == "first"
     assert run.arguments["config"] == {"mesh.fsdp": 4, "run_plan": "fsdp=4"}
-    assert run.metric == ("*", "update")
-    assert run.logged == [{"update": 5, "train/loss": 2.5}]
+    assert run.metric == ("*", "step")
+    assert run.logged == [{"step": 5, "train/loss": 2.5}]
     assert run.alerts == ["slow"]
-    assert (run.summary, run.code) == ({"updates": 5}, 0)
+    assert (run.summary, run.code) == ({"steps": 5}, 0)
+
+
+def test_wandb_keeps_the_word_for_a_step_of_a_run_that_an_earlier_version_began(wandb, tmp_path):
+    begun = FakeWandbRun()
+    begun.summary["update"] = 4
+    install_run = sys.modules["wandb"]
+    install_run.init = lambda **arguments: begun
+    tracker = WandbTracker(tmp_path)
+    tracker.start({})
+    tracker.log("train", 5, {"loss": 2.5})
+    assert begun.metric == ("*", "update")
+    assert begun.logged == [{"update": 5, "train/loss": 2.5}]
 
 
 def test_wandb_goes_on_with_the_run_of_the_same_folder_and_marks_failures(wandb, tmp_path):
@@ -151,10 +163,10 @@ def mlflow(monkeypatch):
 def test_mlflow_gets_one_run_that_goes_on(mlflow, tmp_path):
     keys = [{"key": f"k{i}", "value": "x" * 1000} for i in range(150)]
     (tmp_path / "config.json").write_text(json.dumps(keys))
-    for update, result in ((5, {}), (10, {"updates": 10})):
+    for step, result in ((5, {}), (10, {"steps": 10})):
         tracker = MlflowTracker(tmp_path, uri="http://server")
         tracker.start({"project": "p"})
-        tracker.log("train", update, {"loss": 1.0})
+        tracker.log("train", step, {"loss": 1.0})
         tracker.close(result)
     assert mlflow.experiments == ["p"]
     assert mlflow.uris == ["http://server"] * 2
@@ -171,25 +183,25 @@ def test_a_slow_service_holds_nothing_up_and_hears_everything_in_order():
         def start(self, facts):
             gate.wait()
 
-        def log(self, split, update, values):
-            heard.append(update)
+        def log(self, split, step, values):
+            heard.append(step)
 
         def close(self, result):
             heard.append(result)
 
     tracker = Background(Slow())
     tracker.start({})
-    for update in range(100):
-        tracker.log("train", update, {})
+    for step in range(100):
+        tracker.log("train", step, {})
     assert heard == []
     gate.set()
-    tracker.close({"updates": 100})
-    assert heard == [*range(100), {"updates": 100}]
+    tracker.close({"steps": 100})
+    assert heard == [*range(100), {"steps": 100}]
 
 
 def test_a_service_that_fails_or_hangs_ends_as_one_warning():
     class Failing(Tracker):
-        def log(self, split, update, values):
+        def log(self, split, step, values):
             raise ConnectionError("refused")
 
     class Hanging(Tracker):
@@ -199,7 +211,7 @@ def test_a_service_that_fails_or_hangs_ends_as_one_warning():
     warnings = []
 
     class Listener(Tracker):
-        def event(self, kind, update, message, details):
+        def event(self, kind, step, message, details):
             warnings.append(message)
 
     trackers = Trackers(

@@ -21,7 +21,7 @@ def test_files_and_lines_are_written_always_and_nothing_to_stdout(tmp_path, capf
     trackers.start({"project": "p", "plan": "data=8"})
     trackers.log("train", 1, {"loss": 2.5})
     trackers.event("warning", 1, "slow", {})
-    trackers.close({"updates": 1})
+    trackers.close({"steps": 1})
     assert {path.name for path in tmp_path.iterdir()} == {
         "run.json", "metrics.jsonl", "events.jsonl", "result.json", "train.log",
     }  # fmt: skip
@@ -34,7 +34,7 @@ def test_files_and_lines_are_written_always_and_nothing_to_stdout(tmp_path, capf
 
 def test_a_terminal_gets_a_bar_and_the_log_file_the_lines(tmp_path):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
-    trackers = make_trackers(TrackingConfig(), tmp_path, total_updates=2, console=screen)
+    trackers = make_trackers(TrackingConfig(), tmp_path, total_steps=2, console=screen)
     trackers.start({})
     trackers.log("train", 2, {"loss": 2.5})
     trackers.close({})
@@ -43,7 +43,7 @@ def test_a_terminal_gets_a_bar_and_the_log_file_the_lines(tmp_path):
 
 
 def test_tensorboard_is_written_beside_the_other_files(tmp_path):
-    trackers = make_trackers(TrackingConfig(tensorboard=True), tmp_path, total_updates=2)
+    trackers = make_trackers(TrackingConfig(tensorboard=True), tmp_path, total_steps=2)
     trackers.start({})
     trackers.log("train", 1, {"loss": 2.5})
     trackers.close({})
@@ -58,7 +58,7 @@ def test_a_missing_package_is_told_before_training(name, tmp_path, monkeypatch):
     )
     config = TrackingConfig.parse({name: True})
     with pytest.raises(UserError, match=rf"pip install 'meshwright\[{name}\]'"):
-        make_trackers(config, tmp_path, total_updates=None)
+        make_trackers(config, tmp_path, total_steps=None)
 
 
 def test_a_folder_named_like_the_package_is_not_the_package(tmp_path, monkeypatch):
@@ -66,36 +66,36 @@ def test_a_folder_named_like_the_package_is_not_the_package(tmp_path, monkeypatc
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(UserError, match="which is not installed"):
-        make_trackers(TrackingConfig(wandb=True), tmp_path, total_updates=None)
+        make_trackers(TrackingConfig(wandb=True), tmp_path, total_steps=None)
 
 
 def test_only_the_main_process_writes(tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright.tracking.setup.is_main", lambda: False)
-    trackers = make_trackers(TrackingConfig(tensorboard=True), tmp_path, total_updates=1)
+    trackers = make_trackers(TrackingConfig(tensorboard=True), tmp_path, total_steps=1)
     trackers.start({})
     trackers.log("train", 1, {"loss": 1.0})
-    trackers.close({"updates": 1})
+    trackers.close({"steps": 1})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_folder_progress_is_shown_where_somebody_looks(capfd):
-    tracker = make_trackers(TrackingConfig(), None, total_updates=2, progress=True)
+    tracker = make_trackers(TrackingConfig(), None, total_steps=2, progress=True)
     tracker.start({"plan": "data=8"})
     tracker.log("train", 1, {"loss": 2.5})
     tracker.close({})
     lines = capfd.readouterr().err.splitlines()
     assert lines == ["plan        data=8", "train 1/2  loss 2.5000"]
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
-    tracker = make_trackers(TrackingConfig(), None, total_updates=2, console=screen)
+    tracker = make_trackers(TrackingConfig(), None, total_steps=2, console=screen)
     tracker.start({})
     tracker.close({})
-    assert "waiting for the first update" in screen.file.getvalue()
+    assert "waiting for the first step" in screen.file.getvalue()
 
 
 @pytest.mark.parametrize(("folder", "progress"), [(False, None), (False, False), (True, False)])
 def test_warnings_that_nobody_shows_are_pythons_own(folder, progress, tmp_path, capfd):
     place = tmp_path if folder else None
-    tracker = make_trackers(TrackingConfig(), place, total_updates=2, progress=progress)
+    tracker = make_trackers(TrackingConfig(), place, total_steps=2, progress=progress)
     tracker.start({})
     tracker.log("train", 1, {"loss": 2.5})
     tracker.event("checkpoint", 1, "saved", {})
@@ -108,7 +108,7 @@ def test_warnings_that_nobody_shows_are_pythons_own(folder, progress, tmp_path, 
 
 def test_services_need_a_folder():
     with pytest.raises(UserError, match="run_dir"):
-        make_trackers(TrackingConfig(tensorboard=True), None, total_updates=1)
+        make_trackers(TrackingConfig(tensorboard=True), None, total_steps=1)
 
 
 def test_the_settings_are_part_of_the_config():

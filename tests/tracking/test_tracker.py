@@ -19,11 +19,11 @@ class Recorder:
     def start(self, facts):
         self.calls.append(("start", dict(facts)))
 
-    def log(self, split, update, values):
-        self.calls.append(("log", split, update, dict(values)))
+    def log(self, split, step, values):
+        self.calls.append(("log", split, step, dict(values)))
 
-    def event(self, kind, update, message, details):
-        self.calls.append(("event", kind, update, message))
+    def event(self, kind, step, message, details):
+        self.calls.append(("event", kind, step, message))
 
     def close(self, result):
         self.calls.append(("close", dict(result)))
@@ -42,10 +42,10 @@ class Failing(Recorder):
 
 def run(trackers):
     trackers.start({"project": "p"})
-    for update in (1, 2, 3):
-        trackers.log("train", update, {"loss": 1.0 / update})
+    for step in (1, 2, 3):
+        trackers.log("train", step, {"loss": 1.0 / step})
     trackers.event("checkpoint", 3, "saved", {})
-    trackers.close({"updates": 3})
+    trackers.close({"steps": 3})
 
 
 def test_everyone_hears_everything_in_order():

@@ -32,20 +32,21 @@ class Watching(mw.Callback):
     def __init__(self):
         self.seen = []
 
-    def on_start(self, update):
+    def on_start(self, step):
         self.before = np.asarray(self.context.model.kernel[...]).copy()
 
-    def on_log(self, update, values):
+    def on_log(self, step, values):
         assert self.context.metrics == values
-        self.seen.append((update, self.context.learning_rate))
+        self.seen.append((step, self.context.learning_rate))
         self.kernel = np.asarray(self.context.model.kernel[...]).copy()
-        self.at = self.context.update
-        if update == 3:
+        self.at = self.context.step
+        assert self.context.update == self.at
+        if step == 3:
             self.context.save()
-        if update == 6:
+        if step == 6:
             self.context.stop("seen enough")
 
-    def on_eval(self, update, values):
+    def on_eval(self, step, values):
         assert self.context.eval_metrics == values
 
 
@@ -62,10 +63,10 @@ def test_a_callback_reads_the_model_and_saves_and_stops(tmp_path):
         progress=False,
     )
     assert (result.stop.reason, result.stopped) == (mw.StopReason.CALLBACK, "seen enough")
-    # Metrics are looked at one update late, so a request made then is met after the next one.
+    # Metrics are looked at one step late, so a request made then is met after the next one.
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "7"}
     np.testing.assert_array_equal(watching.kernel, np.asarray(result.model.kernel[...]))
-    assert watching.at == result.updates == 7
+    assert watching.at == result.steps == 7
     assert not np.array_equal(watching.before, watching.kernel)
 
 
@@ -84,10 +85,10 @@ def test_the_learning_rate_inside_of_optax_is_logged(optimizer):
         DATA,
         batch_size=8,
         steps=6,
-        on_metrics=lambda update, values: rates.update({update: values["learning_rate"]}),
+        on_metrics=lambda step, values: rates.update({step: values["learning_rate"]}),
     )
     np.testing.assert_allclose(
-        list(rates.values()), [float(COSINE(update)) for update in range(6)], rtol=1e-6
+        list(rates.values()), [float(COSINE(step)) for step in range(6)], rtol=1e-6
     )
 
 
@@ -98,7 +99,7 @@ def test_the_learning_rate_inside_of_optax_is_logged(optimizer):
         optax.chain(optax.sgd(COSINE), optax.sgd(optax.linear_schedule(1.0, 0.0, 5))),
         optax.MultiSteps(optax.sgd(COSINE), 2).gradient_transformation(),
     ],
-    ids=["constant", "two schedules", "every other update"],
+    ids=["constant", "two schedules", "every other step"],
 )
 def test_nothing_is_said_about_a_rate_that_cannot_be_found(optimizer):
     assert find_schedule(optimizer) is None

@@ -51,7 +51,7 @@ def trainer(quick_module):
 
 
 def by_hand(order):
-    """Train in NumPy on the samples of each update; return the weights."""
+    """Train in NumPy on the samples of each step; return the weights."""
     weight = np.zeros(3)
     for chosen in order:
         error = X[chosen].astype("float64") @ weight - Y[chosen]
@@ -59,18 +59,18 @@ def by_hand(order):
     return weight
 
 
-def seeded(updates):
+def seeded(steps):
     return [
-        sample_ids(seed=0, step=step, batch_size=SIZE, num_samples=COUNT) for step in range(updates)
+        sample_ids(seed=0, step=step, batch_size=SIZE, num_samples=COUNT) for step in range(steps)
     ]
 
 
-def in_order(updates):
-    return np.resize(np.arange(COUNT), updates * SIZE).reshape(updates, SIZE)
+def in_order(steps):
+    return np.resize(np.arange(COUNT), steps * SIZE).reshape(steps, SIZE)
 
 
-def whole_batches(updates):
-    return [np.arange(SIZE) + SIZE * (step % 2) for step in range(updates)]
+def whole_batches(steps):
+    return [np.arange(SIZE) + SIZE * (step % 2) for step in range(steps)]
 
 
 def generate():
@@ -98,8 +98,8 @@ def test_two_epochs_of_any_form_train_as_numpy_does(trainer, form):
         result = trainer.fit(make(), epochs=2, batch_size=size, restart=True)
     short = [str(w.message) for w in caught if "instead of 8" in str(w.message)]
     assert len(short) == (size is None)
-    assert result.updates == len(order)
-    assert result.stop.reason is mw.StopReason.ALL_UPDATES
+    assert result.steps == len(order)
+    assert result.stop.reason is mw.StopReason.ALL_STEPS
     np.testing.assert_allclose(result.params["weight"], by_hand(order), rtol=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_lists_of_batches_and_generators_end_or_begin_again_as_asked(trainer):
     order = np.resize(np.arange(COUNT), (15, 4))
     result = trainer.fit(batches, epochs=3, restart=True)
     np.testing.assert_allclose(result.params["weight"], by_hand(order), rtol=1e-5)
-    with pytest.warns(UserWarning, match="ran out after 5 of 8 updates"):
+    with pytest.warns(UserWarning, match="ran out after 5 of 8 steps"):
         trainer.fit(iter(batches), steps=8, restart=True)
     with pytest.raises(mw.UserError, match="2 epochs need data that can be read again"):
         trainer.fit(generate(), epochs=2, batch_size=SIZE, restart=True)
@@ -144,7 +144,7 @@ def test_a_grain_stream_resumes_bit_for_bit_where_it_was(trainer, tmp_path, batc
     before = len(read)
     resumed = trainer.fit(make(), steps=7, batch_size=size, run_dir=tmp_path, resume="must")
     np.testing.assert_array_equal(resumed.params["weight"], whole.params["weight"])
-    assert resumed.losses == {update: whole.losses[update] for update in (5, 6, 7)}
+    assert resumed.losses == {step: whole.losses[step] for step in (5, 6, 7)}
     # The position was restored: the four batches before it were not read again.
     assert len(read) - before < 4 * SIZE + 2 * SIZE
 
@@ -182,9 +182,9 @@ def test_evaluations_early_stopping_and_the_best_checkpoint_go_by_the_eval_loss(
         run_dir=tmp_path,
         progress=False,
     )
-    assert result.updates == 2
-    for update, values in result.eval.items():
-        distance = abs(X @ by_hand(seeded(update)) - Y).mean()
+    assert result.steps == 2
+    for step, values in result.eval.items():
+        distance = abs(X @ by_hand(seeded(step)) - Y).mean()
         assert values["loss"] == values["worst"] == pytest.approx(distance, rel=1e-5)
     assert own.evaluate(GRAIN) == result.eval[2]
     assert own.evaluate(GRAIN, of=tmp_path) == result.eval[2]

@@ -59,20 +59,20 @@ class Diary(mw.Callback):
         self.entries = []
         self.stop_after = stop_after
 
-    def on_start(self, update):
-        self.entries.append(("start", update))
+    def on_start(self, step):
+        self.entries.append(("start", step))
 
-    def on_log(self, update, values):
-        self.entries.append(("log", update))
+    def on_log(self, step, values):
+        self.entries.append(("log", step))
 
-    def on_eval(self, update, values):
-        self.entries.append(("eval", update))
+    def on_eval(self, step, values):
+        self.entries.append(("eval", step))
 
-    def on_checkpoint(self, update):
-        self.entries.append(("checkpoint", update))
+    def on_checkpoint(self, step):
+        self.entries.append(("checkpoint", step))
 
-    def on_end(self, update):
-        self.entries.append(("end", update))
+    def on_end(self, step):
+        self.entries.append(("end", step))
 
     def should_stop(self):
         return "enough" if self.entries[-1][1] >= self.stop_after else ""
@@ -89,19 +89,19 @@ def test_callbacks_are_told_in_order_and_may_stop_the_run(fit, tmp_path):
         run_dir=tmp_path,
         checkpoint=kept,
     )
-    # Metrics are looked at one update late.
+    # Metrics are looked at one step late.
     assert diary.entries == [
         ("start", 0), ("log", 1), ("log", 2), ("eval", 3), ("checkpoint", 3), ("log", 4),
         ("log", 5), ("eval", 5), ("checkpoint", 5), ("end", 5),
     ]  # fmt: skip
-    assert (result.updates, result.stopped) == (5, "enough")
+    assert (result.steps, result.stopped) == (5, "enough")
     assert list(result.losses) == [1, 2, 4, 5]
 
 
-def test_two_epochs_are_as_many_updates_as_it_takes(fit):
-    assert fit(max_duration="2ep").updates == 4
-    assert fit(max_duration="1.2ep").updates == 3
-    assert fit(max_duration="5st").updates == 5
+def test_two_epochs_are_as_many_steps_as_it_takes(fit):
+    assert fit(max_duration="2ep").steps == 4
+    assert fit(max_duration="1.2ep").steps == 3
+    assert fit(max_duration="5st").steps == 5
 
 
 def test_time_is_up_when_it_is_up(fit, monkeypatch):
@@ -111,8 +111,8 @@ def test_time_is_up_when_it_is_up(fit, monkeypatch):
     monkeypatch.setattr("meshwright.trainer.limits.time", own)
     result = fit(max_duration="25s")
     assert result.stopped == "25 s have passed"
-    # The limits are asked at every look; the first after update 3, and each takes ten seconds.
-    assert result.updates == 7
+    # The limits are asked at every look; the first after step 3, and each takes ten seconds.
+    assert result.steps == 7
 
 
 def test_early_stopping_waits_and_then_stops():
@@ -161,7 +161,7 @@ def test_a_profile_is_taken_on_the_way(tmp_path):
 @pytest.mark.parametrize(
     ("text", "duration"),
     [
-        ("1000st", Duration(updates=1000)),
+        ("1000st", Duration(steps=1000)),
         ("2ep", Duration(epochs=2.0)),
         ("30min", Duration(seconds=1800.0)),
         ("1.5h", Duration(seconds=5400.0)),
@@ -180,10 +180,10 @@ def test_what_is_no_duration_is_refused(text):
 
 def test_epochs_of_endless_data_cannot_be_counted():
     with pytest.raises(UserError, match="2 epochs cannot be counted"):
-        Duration(epochs=2.0).total_updates(num_samples=None, batch_size=4)
+        Duration(epochs=2.0).total_steps(num_samples=None, batch_size=4)
 
 
-def test_the_meter_counts_updates_and_leaves_out_what_is_no_training(monkeypatch):
+def test_the_meter_counts_steps_and_leaves_out_what_is_no_training(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("meshwright.trainer.run_progress.time.perf_counter", lambda: clock[0])
     meter = Meter(Work(samples=8, tokens=80, flops=1000, peak_flops=10_000.0), jax.devices())
@@ -213,7 +213,7 @@ def test_a_signal_to_one_process_interrupts_them_all(monkeypatch):
     limits = Limits(5, 0.0, NO_CALLBACKS)
     assert limits.stop() == Stop(StopReason.SIGNAL, "SIGTERM asked to stop")
     assert limits.stop().interrupted
-    # Processes agree on an update before they begin it, and not in the middle of one.
+    # Processes agree on a step before they begin it, and not in the middle of one.
     assert not limits.urgent
 
 
@@ -238,16 +238,16 @@ def test_a_failed_save_fails_the_run():
     checkpointer = BackgroundCheckpointer(
         BrokenStore(),
         form=type("Form", (), {"snapshot": staticmethod(lambda state: Snapshot({}, True))})(),
-        metadata=lambda update: update,
+        metadata=lambda step: step,
         every=5,
         last_saved=None,
         log_event=lambda *event: logged.append(event),
     )
     # After a failure of another kind, it is a warning.
     checkpointer.abandon()
-    assert logged[0][:3] == ("warning", 5, "update 5 could not be saved: disk full")
+    assert logged[0][:3] == ("warning", 5, "step 5 could not be saved: disk full")
     for fails in (lambda: checkpointer.save(None, 10, loss=None), checkpointer.finish):
-        with pytest.raises(EnvironmentProblem, match="after 5 updates could not be saved") as found:
+        with pytest.raises(EnvironmentProblem, match="after 5 steps could not be saved") as found:
             fails()
         assert found.value.why == "disk full"
     checkpointer.abandon()

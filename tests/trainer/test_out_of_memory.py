@@ -81,8 +81,8 @@ def test_a_step_that_the_cpu_refuses_is_told_with_its_memory_and_remedies():
     error = raised.value
     assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
     assert error.what.startswith("a device is out of memory: ")
-    assert error.what.endswith("TB could not be allocated while training, near update 1")
-    # Adam has two numbers for each parameter and counts its updates; a device has 4 rows.
+    assert error.what.endswith("TB could not be allocated while training, near step 1")
+    # Adam has two numbers for each parameter and counts its steps; a device has 4 rows.
     needs = shown("the compiled step needs", error.why)
     assert f"{PARAMETERS} B of parameters" in needs
     assert f"{(2 * PARAMETERS + 4) / 1e3:.1f} kB of optimizer state" in needs
@@ -154,7 +154,7 @@ def test_other_commands_end_with_one_message(command, monkeypatch, name):
     assert ("verify also trains in float64" in err) == (name == "verify")
 
 
-def failing_after(updates, text):
+def failing_after(steps, text):
     """Return a compile_step whose step fails as JAX does once it has run so often."""
     original, ran = training_run.compile_step, []
 
@@ -163,7 +163,7 @@ def failing_after(updates, text):
 
         def run(state, batch):
             ran.append(1)
-            if len(ran) > updates:
+            if len(ran) > steps:
                 raise jax.errors.JaxRuntimeError(text)
             return compiled.run(state, batch)
 
@@ -184,7 +184,7 @@ def test_a_run_that_ends_without_memory_keeps_its_checkpoints_and_resumes(
         code, err = command("train", *words)
     assert code == ExitCode.NOTHING_FITS
     assert "error: a device is out of memory: 68.7 GB could not be allocated while training" in err
-    assert "update 4 is saved; to resume: the same command with 'hydra.run.dir=" in err
+    assert "step 4 is saved; to resume: the same command with 'hydra.run.dir=" in err
     assert err.count("error: ") == 1
     assert "Traceback" not in err
     remedy = ("training.micro_batch_size=32", "training.gradient_accumulation_steps=2")
@@ -194,7 +194,7 @@ def test_a_run_that_ends_without_memory_keeps_its_checkpoints_and_resumes(
     code, err = command("train", *words, *remedy)
     assert code == 0
     result = json.loads((tmp_path / "run with space" / "result.json").read_text())
-    assert result["updates"] == 6
+    assert result["steps"] == 6
 
 
 def test_an_evaluation_that_is_too_large():

@@ -24,7 +24,7 @@ def test_two_processes_resume_bit_for_bit_and_one_process_goes_on(tmp_path):
     np.testing.assert_allclose(said[0]["eval"][0], error.mean(), rtol=1e-6)
     assert "a list_iterator cannot feed 2 processes" in said[0]["iterable"]
     lines = (tmp_path / "parts/events.jsonl").read_text().splitlines()
-    assert [e["update"] for e in map(json.loads, lines) if e["kind"] == "resume"] == [2]
+    assert [e["step"] for e in map(json.loads, lines) if e["kind"] == "resume"] == [2]
     # One process on other devices reads what two wrote, and goes on with the same samples.
     alone = trainer("data=2", devices=jax.devices()[:2]).fit(
         DATA,

@@ -1,4 +1,4 @@
-"""What cannot work is refused before the first update."""
+"""What cannot work is refused before the first step."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +45,7 @@ def test_data_to_evaluate_on(tmp_path, eval_data, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_evaluation_every_few_updates_without_data():
+def test_an_evaluation_every_few_steps_without_data():
     with pytest.raises(mw.UserError, match="eval_every is given, and there is no data"):
         fit(DATA, eval_every=2)
 
@@ -65,11 +65,11 @@ def test_a_short_last_batch_of_a_list_is_left_out_with_a_warning():
     batches = [{"x": X[at : at + 8], "y": Y[at : at + 8]} for at in (0, 8, 16)]
     with pytest.warns(UserWarning, match="the last batch of the data has 4 samples instead of 8"):
         result = fit(batches, batch_size=None, steps=None, epochs=2)
-    assert result.updates == 4
+    assert result.steps == 4
 
 
 def test_a_loss_that_no_parameter_changes_is_warned_about():
-    with pytest.warns(UserWarning, match="the gradient of the first update is zero"):
+    with pytest.warns(UserWarning, match="the gradient of the first step is zero"):
         fit(DATA, lambda model, batch: (model(batch["x"]) > 0).mean())
 
 

@@ -70,21 +70,21 @@ def test_a_second_run_in_the_folder_is_refused_and_writes_nothing(other, tmp_pat
     # The lock is gone when the other process has ended, in whatever way.
     other.communicate("")
     assert not (tmp_path / "run.lock").exists()
-    assert fit(tmp_path).updates == 1
+    assert fit(tmp_path).steps == 1
 
 
 def test_the_lock_of_a_killed_process_is_replaced(other, tmp_path):
     other.kill()
     other.wait()
     assert (tmp_path / "run.lock").exists()
-    assert fit(tmp_path).updates == 1
+    assert fit(tmp_path).steps == 1
     assert not (tmp_path / "run.lock").exists()
 
 
 def test_a_number_that_now_belongs_to_another_process_is_no_lock(tmp_path):
     write_lock(tmp_path, started="long ago")
     refuse_locked(tmp_path)
-    assert fit(tmp_path).updates == 1
+    assert fit(tmp_path).steps == 1
 
 
 def test_the_lock_of_another_host_is_refused_with_what_to_remove(tmp_path):
@@ -120,7 +120,7 @@ def test_a_lock_that_cannot_be_read_is_refused(tmp_path):
 
 def test_a_run_inside_of_a_run_is_refused_and_the_lock_is_released_after_a_failure(tmp_path):
     class Nested(mw.Callback):
-        def on_log(self, update, values):
+        def on_log(self, step, values):
             fit(tmp_path)
 
     with pytest.raises(UserError, match="another run is using"):
@@ -141,4 +141,4 @@ def test_checkpoints_that_another_run_saved_meanwhile_are_not_overwritten(tmp_pa
     monkeypatch.setattr(training_run.RunLock, "acquire", acquire_late)
     with pytest.raises(UserError, match="another run has saved checkpoints in") as caught:
         fit(tmp_path)
-    assert caught.value.why == "the newest is now update 3"
+    assert caught.value.why == "the newest is now step 3"

@@ -1,4 +1,4 @@
-"""A signal to one of several real processes stops all of them, after the same update."""
+"""A signal to one of several real processes stops all of them, after the same step."""
 
 import pytest
 from real_processes import run_processes
@@ -39,22 +39,22 @@ def run(folder):
 
 runs = [run(f"{sys.argv[4]}/{n}") for n in range(int(sys.argv[5]))]
 jax.distributed.shutdown()
-print(json.dumps([[run.updates, run.interrupted, run.stopped] for run in runs]))
+print(json.dumps([[run.steps, run.interrupted, run.stopped] for run in runs]))
 """
 
 
-def test_all_stop_after_the_same_update_soon_after_a_signal_to_one(tmp_path):
+def test_all_stop_after_the_same_step_soon_after_a_signal_to_one(tmp_path):
     first, second = run_processes(PROGRAM, ["[1]", str(tmp_path), "1"], count=2)
     assert first == second
-    for number, (updates, interrupted, stopped) in enumerate(first):
+    for number, (steps, interrupted, stopped) in enumerate(first):
         assert (interrupted, stopped) == (True, "SIGTERM asked to stop")
-        # The request is read every 0.2 s, and an update takes 0.02 s.
-        assert 15 < updates < 80
-        assert (tmp_path / str(number) / "checkpoints" / str(updates)).is_dir()
+        # The request is read every 0.2 s, and a step takes 0.02 s.
+        assert 15 < steps < 80
+        assert (tmp_path / str(number) / "checkpoints" / str(steps)).is_dir()
 
 
 @pytest.mark.full
-def test_all_stop_after_the_same_update_when_all_get_the_signal(tmp_path):
+def test_all_stop_after_the_same_step_when_all_get_the_signal(tmp_path):
     first, second = run_processes(PROGRAM, ["[0, 1]", str(tmp_path), "2"], count=2)
     assert first == second
-    assert all(interrupted and updates < 80 for updates, interrupted, _ in first)
+    assert all(interrupted and steps < 80 for steps, interrupted, _ in first)

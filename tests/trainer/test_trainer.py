@@ -84,22 +84,22 @@ def test_the_losses_are_those_of_one_device(assembled):
     assert result.assembled is assembled
     expected = one_device(5)
     assert list(result.losses) == [1, 2, 4, 5]
-    for update, value in result.losses.items():
-        np.testing.assert_allclose(value, expected[update - 1], rtol=1e-5)
-    assert result.updates == 5
+    for step, value in result.losses.items():
+        np.testing.assert_allclose(value, expected[step - 1], rtol=1e-5)
+    assert result.steps == 5
 
 
 def test_batches_that_run_out_end_the_run_with_what_was_trained(assembled):
     seen = []
-    with pytest.warns(UserWarning, match="ran out after 3 of 9 updates") as warned:
+    with pytest.warns(UserWarning, match="ran out after 3 of 9 steps") as warned:
         result = trainer(log_every=100).fit(
             batches(3),
             steps=9,
-            on_metrics=lambda update, _: seen.append(update),
+            on_metrics=lambda step, _: seen.append(step),
             assembled=assembled,
         )
     assert [w.filename for w in warned if "ran out" in str(w.message)] == [__file__]
-    assert result.updates == 3
+    assert result.steps == 3
     assert seen == list(result.losses) == [1, 3]
     np.testing.assert_allclose(result.losses[3], one_device(3)[2], rtol=1e-5)
     assert result.model(np.zeros((1, WIDTH), "float32")).shape == (1, WIDTH)
@@ -151,7 +151,7 @@ def test_a_trainer_plans_for_hardware_that_is_elsewhere(tmp_path):
 
 def test_the_batch_of_a_plan_is_that_of_the_last_fit():
     data, own = next(batches(1, samples=64)), trainer(model=lambda rngs: Net(rngs=rngs))
-    with pytest.raises(mw.UserError, match="write batch_size=64, or as many samples as one update"):
+    with pytest.raises(mw.UserError, match="write batch_size=64, or as many samples as one step"):
         own.plan(data, hardware="2xH100")
     own.fit(data, batch_size=16, steps=1)
     with pytest.raises(mw.UserError) as raised:
@@ -243,13 +243,13 @@ def test_a_plan_says_it_all():
         trainer(mesh=plan(32)).assemble(next(batches(1)))
 
 
-def test_a_loss_that_is_not_finite_is_told_with_its_update(assembled):
+def test_a_loss_that_is_not_finite_is_told_with_its_step(assembled):
     def poisoned():
         good, bad = batches(2)
         yield good
         yield {**bad, "x": bad["x"] * np.nan}
 
-    with pytest.raises(UserError, match="the loss is nan at update 2") as caught:
+    with pytest.raises(UserError, match="the loss is nan at step 2") as caught:
         trainer(log_every=1).fit(poisoned(), steps=2, assembled=assembled)
     assert caught.value.why.startswith("training diverged, or the batch has")
 
@@ -289,8 +289,8 @@ def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):
     print(given.result)
     first, second = capfd.readouterr().out.splitlines()
     size, count = assembled.plan.batch.global_batch_size, assembled.plan.num_devices
-    assert first.startswith(f"trained 2 updates of {size} samples on {count} devices in ")
-    assert first.endswith(" s: all updates are done")
+    assert first.startswith(f"trained 2 steps of {size} samples on {count} devices in ")
+    assert first.endswith(" s: all steps are done")
     losses = list(given.result.losses.values())
     assert second == f"loss {losses[0]:.4f} → {losses[-1]:.4f}"
     assert 'warning: schedule="gpipe" has no effect' in told
@@ -307,7 +307,7 @@ def test_a_batch_larger_than_the_data_says_what_it_repeats(assembled):
         trainer().fit(few, steps=1, batch_size=size, assembled=assembled)
 
 
-def test_evaluation_sees_the_same_samples_however_updates_are_divided():
+def test_evaluation_sees_the_same_samples_however_steps_are_divided():
     held_out = next(batches(1, samples=100))
     found = []
     for count in (1, 4):
@@ -352,7 +352,7 @@ class Normed(Net):
 def test_statistics_of_hardly_any_samples_are_warned_of():
     batch = next(batches(1))
     (remark,) = trainer(model=Normed, gradient_accumulation_steps=4).assemble(batch).remarks
-    assert "the 4 microbatches of an update have 4 samples each" in remark
+    assert "the 4 microbatches of a step have 4 samples each" in remark
     assert "gradient_accumulation_steps=2 or less" in remark
     assert trainer(model=Normed).assemble(batch).remarks == ()
 

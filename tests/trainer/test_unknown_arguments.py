@@ -24,8 +24,8 @@ def trainer(**more):
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("micro_batch_size", "the samples of an update are `trainer.fit(…, batch_size=…)`"),
-        ("global_batch_size", "the samples of an update are `trainer.fit(…, batch_size=…)`"),
+        ("micro_batch_size", "the samples of a step are `trainer.fit(…, batch_size=…)`"),
+        ("global_batch_size", "the samples of a step are `trainer.fit(…, batch_size=…)`"),
         ("batch_size", "write it when you train: `trainer.fit(…, batch_size=…)`"),
         ("steps", "write it when you train: `trainer.fit(…, steps=…)`"),
         ("max_steps", "write it when you train: `trainer.fit(…, steps=…)`"),

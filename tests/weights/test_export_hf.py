@@ -128,7 +128,7 @@ def test_a_run_resumes_without_the_folder(run, tmp_path):
     words = ["training.steps=2", f"hydra.run.dir={tmp_path / 'run'}"]
     assert main(["train", "--config", str(run / "config.yaml"), *words]) == 0
     log = (tmp_path / "run" / "train.log").read_text()
-    assert "continuing after update 1" in log
+    assert "continuing after step 1" in log
     assert mw.export_hf(tmp_path / "run", tmp_path / "out") is not None
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
@@ -153,7 +153,7 @@ def test_the_command_takes_a_number_format_and_tells_in_json(run, tmp_path, capf
         (["--to", "hf", "full/file/in"], "full/file is a file"),
         (["full"], "name a file, such as full/model.safetensors"),
         (["full/file/in"], "cannot write full/file/in"),
-        (["--to", "hf", "out", "--update", "7"], "checkpoints: 1"),
+        (["--to", "hf", "out", "--step", "7"], "checkpoints: 1"),
     ],
 )
 def test_mistakes_of_the_command_are_told(run, tmp_path, capfd, monkeypatch, words, message):
@@ -174,7 +174,7 @@ def test_mistakes_of_the_command_are_told(run, tmp_path, capfd, monkeypatch, wor
         ("run/config.yaml", ["it is a file"]),
         ("young", ["the run has not saved one yet", "checkpoint.enabled=false"]),
         ("weights", ["it is a folder of weights, not of a run", "model=hf model.weights="]),
-        ("empty", ["has no subfolder named after an update"]),
+        ("empty", ["has no subfolder named after a step"]),
     ],
 )
 def test_what_is_not_a_run_with_checkpoints_is_told(run, tmp_path, capfd, name, told):

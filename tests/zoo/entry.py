@@ -23,7 +23,7 @@ class Entry:
     blocks: bool = False
 
     def batches(self, step: int) -> dict[str, np.ndarray]:
-        """Return the batch of an update."""
+        """Return the batch of a step."""
         return self.batch(np.random.default_rng(step))
 
 

@@ -23,7 +23,7 @@ class Checked:
     """The result of checking a checkpoint.
 
     Attributes:
-        update: the update of the checkpoint.
+        step: the step of the checkpoint.
         arrays: number of arrays that were read.
         bytes: their size.
         verdict: sound; no checksums (readable, with nothing to compare); damaged; or
@@ -31,7 +31,7 @@ class Checked:
         problem: what is wrong; empty if nothing is.
     """
 
-    update: int
+    step: int
     arrays: int
     bytes: int
     verdict: Verdict
@@ -43,44 +43,44 @@ class Checked:
         return self.verdict in ("damaged", "set aside")
 
 
-def check_checkpoints(folder: Path, update: int | None = None) -> list[Checked]:
+def check_checkpoints(folder: Path, step: int | None = None) -> list[Checked]:
     """Check the checkpoints in a folder, oldest first.
 
     Args:
         folder: the checkpoint folder.
-        update: the only one to check; None for all.
+        step: the only one to check; None for all.
     """
     reader = CheckpointReader(folder)
-    if update is not None:
-        return [check_checkpoint(reader, update)]
-    checked = [check_checkpoint(reader, each) for each in reader.updates()]
+    if step is not None:
+        return [check_checkpoint(reader, step)]
+    checked = [check_checkpoint(reader, each) for each in reader.steps()]
     for path in list_set_aside(folder):
         number = int(path.name.partition(".")[0])
         problem = f"it was found damaged before and renamed to {path.name}"
         checked.append(Checked(number, 0, 0, "set aside", problem))
-    return sorted(checked, key=lambda each: each.update)
+    return sorted(checked, key=lambda each: each.step)
 
 
-def check_checkpoint(reader: CheckpointReader, update: int) -> Checked:
+def check_checkpoint(reader: CheckpointReader, step: int) -> Checked:
     """Read everything in a checkpoint and compare it with what was saved."""
     arrays = size = 0
     try:
-        with activity(f"reading update {update}"):
-            reader.metadata(update)
-            checksums, shapes = reader.checksums(update), reader.shapes(update)
+        with activity(f"reading step {step}"):
+            reader.metadata(step)
+            checksums, shapes = reader.checksums(step), reader.shapes(step)
             for batch in _batches(shapes):
-                for by_path in reader.read(update, batch).values():
+                for by_path in reader.read(step, batch).values():
                     arrays += len(by_path)
                     size += sum(array.nbytes for array in by_path.values())
     except DamagedCheckpoint as error:
-        return Checked(update, arrays, size, "damaged", error.damage.problem)
+        return Checked(step, arrays, size, "damaged", error.damage.problem)
     if checksums is None:
-        return Checked(update, arrays, size, "no checksums")
+        return Checked(step, arrays, size, "no checksums")
     read = {f"{group}/{path}" for group, by_path in shapes.items() for path in by_path}
     missing = next((name for name in checksums.arrays if name not in read), None)
     if missing is not None:
-        return Checked(update, arrays, size, "damaged", f"array `{missing}` is missing")
-    return Checked(update, arrays, size, "sound")
+        return Checked(step, arrays, size, "damaged", f"array `{missing}` is missing")
+    return Checked(step, arrays, size, "sound")
 
 
 def _batches(

@@ -20,11 +20,11 @@ class Damage:
     """What is wrong with a checkpoint.
 
     Attributes:
-        update: the update of the checkpoint.
+        step: the step of the checkpoint.
         problem: the damaged array or file, and how it shows.
     """
 
-    update: int
+    step: int
     problem: str
 
 
@@ -38,7 +38,7 @@ class DamagedCheckpoint(UserError):
     def __init__(self, folder: Path, damage: Damage) -> None:
         self.damage = damage
         super().__init__(
-            f"the checkpoint {folder / str(damage.update)} is damaged",
+            f"the checkpoint {folder / str(damage.step)} is damaged",
             why=damage.problem,
             fix="use another one; in a shell, "
             f"`meshwright check {folder.parent}` says which are sound",
@@ -56,30 +56,30 @@ def all_damaged(folder: Path, damaged: Sequence[Damage], fix: str) -> UserError:
     names = [path.name for path in list_set_aside(folder)]
     return UserError(
         f"every checkpoint in {folder} is damaged",
-        why="; ".join([*(f"{d.update}: {d.problem}" for d in damaged), *names]),
+        why="; ".join([*(f"{d.step}: {d.problem}" for d in damaged), *names]),
         fix=fix,
     )
 
 
-def reading_error(folder: Path, update: int, error: Exception, what: str = "") -> UserError:
+def reading_error(folder: Path, step: int, error: Exception, what: str = "") -> UserError:
     """Return the error for a checkpoint whose reading raised an exception.
 
     Args:
         folder: the checkpoint folder.
-        update: the update of the checkpoint.
+        step: the step of the checkpoint.
         error: the exception.
         what: what was being read.
     """
     if isinstance(error, UserError):
         return error
-    problem = _unreadable(folder / str(update), str(error)) or ": ".join(
+    problem = _unreadable(folder / str(step), str(error)) or ": ".join(
         filter(None, (what, first_line(error)[:_LONGEST_REASON]))
     )
     if isinstance(error, MemoryError | PermissionError) or any(
         code in str(error) for code in _NOT_DAMAGE
     ):
-        return UserError(f"the checkpoint {folder / str(update)} cannot be read", why=problem)
-    return DamagedCheckpoint(folder, Damage(update, problem))
+        return UserError(f"the checkpoint {folder / str(step)} cannot be read", why=problem)
+    return DamagedCheckpoint(folder, Damage(step, problem))
 
 
 def _unreadable(checkpoint: Path, text: str) -> str:
@@ -92,14 +92,14 @@ def _unreadable(checkpoint: Path, text: str) -> str:
     return f"{named[-1]} cannot be read: {why.splitlines()[0][:_LONGEST_REASON]}"
 
 
-def set_aside(folder: Path, update: int) -> Path:
+def set_aside(folder: Path, step: int) -> Path:
     """Rename a checkpoint so that it is no longer listed; return its new path."""
-    target = folder / f"{update}{SUFFIX}"
+    target = folder / f"{step}{SUFFIX}"
     number = 1
     while target.exists():
         number += 1
-        target = folder / f"{update}{SUFFIX}-{number}"
-    return (folder / str(update)).rename(target)
+        target = folder / f"{step}{SUFFIX}-{number}"
+    return (folder / str(step)).rename(target)
 
 
 def list_set_aside(folder: Path) -> list[Path]:
@@ -139,7 +139,7 @@ def no_checkpoint(path: Path, folder: Path) -> UserError:
         return UserError(
             what,
             why="the run has not saved one yet",
-            fix="wait for its first checkpoint, or continue the run until it ends: the last update "
+            fix="wait for its first checkpoint, or continue the run until it ends: the last step "
             "is always saved unless checkpoint.enabled=false",
         )
     if (path / "config.json").is_file():
@@ -149,4 +149,4 @@ def no_checkpoint(path: Path, folder: Path) -> UserError:
             fix=f"train from it with model=hf model.weights={path}, or read it with "
             f'mw.load_model("{path}")',
         )
-    return UserError(what, why=f"{folder} has no subfolder named after an update", fix=_NAME_ONE)
+    return UserError(what, why=f"{folder} has no subfolder named after a step", fix=_NAME_ONE)

@@ -14,6 +14,7 @@ from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.config.argument_checks import check_count, check_path
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.names import nest
+from meshwright.runtime.other_names import also_called
 
 Arrays = dict[str, NDArray[Any]]
 """NumPy arrays by canonical path."""
@@ -27,10 +28,11 @@ class Trained(Protocol):
         ...
 
 
+@also_called(update="step")
 def read_params(
     path: str | Path,
     *,
-    update: int | None = None,
+    step: int | None = None,
     statistics: bool = False,
     nested: bool = False,
 ) -> dict[Any, Any]:
@@ -40,13 +42,13 @@ def read_params(
 
     Args:
         path: a run folder, its checkpoint folder, or a single checkpoint.
-        update: which checkpoint; the newest by default.
+        step: which checkpoint; the newest by default.
         statistics: also read the model's other floating-point arrays, such as the running
             means of BatchNorm and frozen weights.
         nested: return plain nested dicts instead of one dict by path; ``nnx.update(model, …)``
             takes both.
     """
-    groups = read_groups(path, ("params", "state") if statistics else ("params",), update=update)
+    groups = read_groups(path, ("params", "state") if statistics else ("params",), step=step)
     arrays = ArraysByPath(
         (name, array)
         for group, by_path in groups.items()
@@ -58,45 +60,46 @@ def read_params(
 
 
 def read_groups(
-    path: str | Path, groups: Sequence[str], *, update: int | None = None
+    path: str | Path, groups: Sequence[str], *, step: int | None = None
 ) -> dict[str, Arrays]:
     """Read arrays of a checkpoint by group (params, state, optimizer) and canonical path."""
-    reader, wanted = choose_checkpoint(check_path("path", path), update)
+    reader, wanted = choose_checkpoint(check_path("path", path), step)
     shapes = reader.shapes(wanted)
     return reader.read(
         wanted, {group: list(shapes[group]) for group in groups if shapes.get(group)}
     )
 
 
-def choose_checkpoint(path: Path, update: int | None) -> tuple[CheckpointReader, int]:
-    """Return a reader of the checkpoints of a run, and the update of the one that is wanted.
+def choose_checkpoint(path: Path, step: int | None) -> tuple[CheckpointReader, int]:
+    """Return a reader of the checkpoints of a run, and the step of the one that is wanted.
 
     Args:
         path: a run folder, its checkpoint folder, or a single checkpoint.
-        update: which checkpoint; the newest by default.
+        step: which checkpoint; the newest by default.
     """
     folder, named = find_store(path)
-    if update is not None:
-        check_count("update", update, least=0)
+    if step is not None:
+        check_count("step", step, least=0)
     reader = CheckpointReader(folder)
-    wanted = update if update is not None else named if named is not None else reader.latest()
-    if wanted is None or wanted not in reader.updates():
+    wanted = step if step is not None else named if named is not None else reader.latest()
+    if wanted is None or wanted not in reader.steps():
         raise UserError(
-            f"there is no checkpoint of update {wanted} in {folder}",
-            why=f"checkpoints: {', '.join(map(str, reader.updates())) or 'none'}",
+            f"there is no checkpoint of step {wanted} in {folder}",
+            why=f"checkpoints: {', '.join(map(str, reader.steps())) or 'none'}",
         )
     return reader, wanted
 
 
+@also_called(update="step")
 def export_safetensors(
-    run: str | Path | Trained, out: str | Path, *, update: int | None = None
+    run: str | Path | Trained, out: str | Path, *, step: int | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Write the parameters and statistics of a trained model to a safetensors file.
 
     Args:
         run: a run folder, its checkpoint folder, a single checkpoint, or the result of a `fit`.
         out: the file to write.
-        update: which checkpoint of a folder; the newest by default.
+        step: which checkpoint of a folder; the newest by default.
 
     Returns:
         The shapes of its arrays by canonical path.
@@ -119,7 +122,7 @@ def export_safetensors(
     if not hasattr(run, "host_arrays"):
         run = check_path("run", run)
     if isinstance(run, str | Path):
-        params = read_params(run, update=update, statistics=True)
+        params = read_params(run, step=step, statistics=True)
     else:
         params = run.host_arrays()
     try:

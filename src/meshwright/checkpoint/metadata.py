@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT = 1
-"""The newest checkpoint format this version writes and reads."""
+FORMAT = 2
+"""The newest checkpoint format this version writes and reads; 1 has `update` for `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,22 +15,22 @@ class CheckpointMetadata:
     """What a checkpoint records about the run that wrote it.
 
     Attributes:
-        update: updates done.
+        step: steps done.
         seed: seed of initialization, dropout and data order.
         dataset: fingerprint of the data; empty if it has none.
-        global_batch_size: samples per update, which a resumed run keeps.
+        global_batch_size: samples per step, which a resumed run keeps.
         plan: the plan of the run.
         config: the full config of the run; empty for runs started from Python.
         versions: versions of the installed packages.
         data_position: where data that is read in order continues, as its iterator describes it;
-            None if the number of updates says it.
+            None if the number of steps says it.
         processes: number of processes that wrote it.
-        skipped: updates that were skipped because they were not finite.
+        skipped: steps that were skipped because they were not finite.
         left_out: the batches left out when the run went back, as the first and the last of each.
         format: checkpoint format.
     """
 
-    update: int
+    step: int
     seed: int
     dataset: str = ""
     global_batch_size: int

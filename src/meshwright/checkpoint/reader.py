@@ -26,6 +26,7 @@ from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
 from meshwright.errors import UserError
 from meshwright.processes import gather, is_main, process_index
+from meshwright.runtime.other_names import with_current_keys
 
 FOLDER = "checkpoints"
 STATE, METADATA, METRICS = "state", "passport", "metrics"
@@ -41,7 +42,7 @@ class CheckpointReader:
     What differs from what was saved raises `DamagedCheckpoint`, with the name of the array or file.
 
     Args:
-        folder: the folder, with one subfolder per checkpoint, named after its update.
+        folder: the folder, with one subfolder per checkpoint, named after its step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,111 +53,111 @@ class CheckpointReader:
             primary_host=process_index(), active_processes={process_index()}
         )
 
-    def updates(self) -> list[int]:
-        """Return the updates that have a checkpoint, oldest first."""
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, oldest first."""
         if not self.folder.is_dir():
             return []
         named = [path for path in self.folder.iterdir() if path.name.isdecimal()]
         return sorted(int(path.name) for path in named if path.is_dir())
 
     def latest(self) -> int | None:
-        """Return the update of the newest checkpoint; None without checkpoints."""
-        return max(self.updates(), default=None)
+        """Return the step of the newest checkpoint; None without checkpoints."""
+        return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Return the update of the checkpoint with the lowest loss; None if none has a loss."""
-        losses = {update: loss_of(self.folder / str(update)) for update in self.updates()}
-        known = {update: loss for update, loss in losses.items() if loss is not None}
-        return min(known, key=lambda update: known[update], default=None)
+        """Return the step of the checkpoint with the lowest loss; None if none has a loss."""
+        losses = {step: loss_of(self.folder / str(step)) for step in self.steps()}
+        known = {step: loss for step, loss in losses.items() if loss is not None}
+        return min(known, key=lambda step: known[step], default=None)
 
-    def metadata(self, update: int) -> CheckpointMetadata:
+    def metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a checkpoint."""
 
         def read() -> Any:
-            return json.loads((self.folder / str(update) / METADATA / "metadata").read_bytes())
+            return json.loads((self.folder / str(step) / METADATA / "metadata").read_bytes())
 
-        values = self._try(update, METADATA, read)
-        checksums = self.checksums(update)
+        values = self._try(step, METADATA, read)
+        checksums = self.checksums(step)
         if checksums is not None:
             if checksums.metadata != json_checksum(values):
-                raise self._damaged(update, f"{METADATA}/metadata differs from what was saved")
-            if checksums.loss != loss_of(self.folder / str(update)):
-                raise self._damaged(update, f"{METRICS}/metrics differs from what was saved")
+                raise self._damaged(step, f"{METADATA}/metadata differs from what was saved")
+            if checksums.loss != loss_of(self.folder / str(step)):
+                raise self._damaged(step, f"{METRICS}/metrics differs from what was saved")
         if values.get("format", 0) > FORMAT:
             raise UserError(
-                f"the checkpoint {self.folder / str(update)} was written by a newer version",
+                f"the checkpoint {self.folder / str(step)} was written by a newer version",
                 why=f"its format is {values['format']}; this version reads formats up to {FORMAT}",
                 fix="install a newer meshwright",
             )
-        return self._try(update, METADATA, lambda: CheckpointMetadata(**values))
+        return self._try(step, METADATA, lambda: CheckpointMetadata(**with_current_keys(values)))
 
-    def checksums(self, update: int) -> Checksums | None:
+    def checksums(self, step: int) -> Checksums | None:
         """Read the checksums of a checkpoint; None if it was saved without."""
-        path = self.folder / str(update)
-        items = self._try(update, _ITEMS_FILE, lambda: _items(path))
+        path = self.folder / str(step)
+        items = self._try(step, _ITEMS_FILE, lambda: _items(path))
         if CHECKSUMS not in items and not (path / CHECKSUMS).is_dir():
             return None
-        return self._try(update, CHECKSUMS, lambda: read_checksums(path / CHECKSUMS))
+        return self._try(step, CHECKSUMS, lambda: read_checksums(path / CHECKSUMS))
 
-    def shapes(self, update: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:
         """Read the shape of every array of a checkpoint, by group and path."""
 
         def read() -> dict[str, dict[str, tuple[int, ...]]]:
             # A checkpointer would return nothing, without saying why.
             handler: Any = ocp.StandardCheckpointHandler(multiprocessing_options=self._alone)
-            arrays = handler.metadata(self.folder / str(update) / STATE)
+            arrays = handler.metadata(self.folder / str(step) / STATE)
             tree = getattr(arrays, "tree", arrays)
             return {
                 group: {path: tuple(array.shape) for path, array in by_path.items()}
                 for group, by_path in tree.items()
             }
 
-        return self._try(update, STATE, read)
+        return self._try(step, STATE, read)
 
-    def restore(self, update: int, structs: Any) -> Any:
+    def restore(self, step: int, structs: Any) -> Any:
         """Restore the arrays of a checkpoint with the shardings of ``structs``, and check them.
 
         Every process must make the call; each reads and checks its own shards.
         """
 
         def read() -> tuple[Any, dict[str, Any]]:
-            arrays = self._restore_own(update, structs)
+            arrays = self._restore_own(step, structs)
             sums = sums_of(arrays, main=is_main())
             return arrays, {name: own.to_json() for name, own in sums.items()}
 
-        restored, error = self._attempt(update, STATE, read)
+        restored, error = self._attempt(step, STATE, read)
         arrays, sums = restored or (None, {})
         problem = None if error is None else [isinstance(error, DamagedCheckpoint), error.why]
         results = gather([problem, sums])
         for process_problem, _ in results:
-            self._raise(update, process_problem)
+            self._raise(step, process_problem)
         parts = [{n: ArraySum.from_json(s) for n, s in own.items()} for _, own in results]
-        self._compare(update, merge_sums(parts))
+        self._compare(step, merge_sums(parts))
         return arrays
 
-    def read(self, update: int, paths: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    def read(self, step: int, paths: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
         """Read some arrays of a checkpoint as NumPy arrays, and check them.
 
         Args:
-            update: the update of the checkpoint.
+            step: the step of the checkpoint.
             paths: paths of the arrays, by group.
         """
         arrays: dict[str, dict[str, NDArray[Any]]] = self._try(
-            update, STATE, lambda: self._read_numpy(update, paths)
+            step, STATE, lambda: self._read_numpy(step, paths)
         )
-        self._compare(update, sums_of(arrays))
+        self._compare(step, sums_of(arrays))
         return arrays
 
-    def _restore_own(self, update: int, structs: Any) -> Any:
+    def _restore_own(self, step: int, structs: Any) -> Any:
         with self._checkpointer(ocp.StandardCheckpointHandler) as reader:
             return reader.restore(
-                self.folder / str(update) / STATE, args=ocp.args.StandardRestore(structs)
+                self.folder / str(step) / STATE, args=ocp.args.StandardRestore(structs)
             )
 
-    def _read_numpy(self, update: int, paths: Mapping[str, Sequence[str]]) -> Any:
+    def _read_numpy(self, step: int, paths: Mapping[str, Sequence[str]]) -> Any:
         with self._checkpointer(ocp.PyTreeCheckpointHandler) as reader:
             return reader.restore(
-                self.folder / str(update) / STATE,
+                self.folder / str(step) / STATE,
                 args=ocp.args.PyTreeRestore(
                     item={group: dict.fromkeys(names, 0) for group, names in paths.items()},
                     restore_args={
@@ -172,44 +173,44 @@ class CheckpointReader:
             handler(multiprocessing_options=self._alone), multiprocessing_options=self._alone
         )
 
-    def _compare(self, update: int, arrays: dict[str, ArraySum]) -> None:
-        checksums = self.checksums(update)
+    def _compare(self, step: int, arrays: dict[str, ArraySum]) -> None:
+        checksums = self.checksums(step)
         difference = "" if checksums is None else checksums.difference(arrays)
         if difference:
-            raise self._damaged(update, difference)
+            raise self._damaged(step, difference)
 
-    def _try(self, update: int, what: str, read: Callable[[], Any]) -> Any:
-        value, error = self._attempt(update, what, read)
+    def _try(self, step: int, what: str, read: Callable[[], Any]) -> Any:
+        value, error = self._attempt(step, what, read)
         if error is not None:
             raise error
         return value
 
     def _attempt(
-        self, update: int, what: str, read: Callable[[], Any]
+        self, step: int, what: str, read: Callable[[], Any]
     ) -> tuple[Any, UserError | None]:
         """Return what was read, or the error to raise."""
         with quiet_failures() as failures:
             try:
                 return read(), None
             except Exception as error:
-                failures.append(reading_error(self.folder, update, error, what))
+                failures.append(reading_error(self.folder, step, error, what))
         return None, failures[0]
 
-    def _raise(self, update: int, problem: Any) -> None:
+    def _raise(self, step: int, problem: Any) -> None:
         """Raise the error of a process, which need not be this one."""
         if problem is None:
             return
         damaged, why = problem
         if damaged:
-            raise self._damaged(update, why)
-        raise UserError(f"the checkpoint {self.folder / str(update)} cannot be read", why=why)
+            raise self._damaged(step, why)
+        raise UserError(f"the checkpoint {self.folder / str(step)} cannot be read", why=why)
 
-    def _damaged(self, update: int, problem: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(self.folder, Damage(update, problem))
+    def _damaged(self, step: int, problem: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(self.folder, Damage(step, problem))
 
 
 def find_store(path: Path) -> tuple[Path, int | None]:
-    """Return the checkpoint folder a path refers to, and the update if it names one.
+    """Return the checkpoint folder a path refers to, and the step if it names one.
 
     The path is a run folder, its checkpoint folder, or a single checkpoint.
     """
@@ -219,7 +220,7 @@ def find_store(path: Path) -> tuple[Path, int | None]:
     if path.parent.name == FOLDER and path.name.isdecimal():
         return path.parent, int(path.name)
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    if not CheckpointReader(folder).updates() and not list_set_aside(folder):
+    if not CheckpointReader(folder).steps() and not list_set_aside(folder):
         raise no_checkpoint(path, folder)
     return folder, None
 

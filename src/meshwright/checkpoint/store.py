@@ -46,12 +46,12 @@ class StateNotFinite(Exception):
     """A state was not saved because it is not finite.
 
     Attributes:
-        update: the updates done.
+        step: the steps done.
     """
 
-    def __init__(self, update: int) -> None:
-        self.update = update
-        super().__init__(f"the state after update {update} is not finite")
+    def __init__(self, step: int) -> None:
+        self.step = step
+        super().__init__(f"the state after step {step} is not finite")
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Saved:
     """The outcome of a save.
 
     Attributes:
-        update: the update that was saved.
+        step: the step that was saved.
         seconds: time from the call until everything was on disk.
         error: the exception of a failed save.
         reason: why it failed, in one line with the numbers.
     """
 
-    update: int
+    step: int
     seconds: float
     error: Exception | None = None
     reason: str = ""
@@ -75,7 +75,7 @@ class CheckpointStore:
     """Writes the checkpoints of one folder; every process must make the same calls.
 
     Args:
-        folder: the folder, with one subfolder per checkpoint, named after its update.
+        folder: the folder, with one subfolder per checkpoint, named after its step.
         keep_last: number of newest checkpoints to keep.
         keep_best: number of checkpoints with the lowest loss to keep in addition.
     """
@@ -166,7 +166,7 @@ class CheckpointStore:
             try:
                 jax.block_until_ready(state)
                 if not bool(np.asarray(finite)):
-                    raise StateNotFinite(metadata.update)
+                    raise StateNotFinite(metadata.step)
                 _list_shards(state)
                 self._write(state, metadata, loss)
             except StateNotFinite as caught:
@@ -175,15 +175,15 @@ class CheckpointStore:
                 # Training continues whatever went wrong; the caller reports it.
                 failures.append(caught)
         for failure in failures:
-            _remove_temporary(self.folder, metadata.update)
+            _remove_temporary(self.folder, metadata.step)
             error, reason = failure, _why_not_saved(self.folder, state, failure)
-        return Saved(metadata.update, time.perf_counter() - started, error, reason)
+        return Saved(metadata.step, time.perf_counter() - started, error, reason)
 
     def _write(self, state: Any, metadata: CheckpointMetadata, loss: float | None) -> None:
         values = asdict(metadata)
         loss = loss if loss is not None and math.isfinite(loss) else None
         self._manager.save(
-            metadata.update,
+            metadata.step,
             args=ocp.args.Composite(
                 **{
                     STATE: ocp.args.StandardSave(state),
@@ -197,7 +197,7 @@ class CheckpointStore:
         _remove_deleted(self.folder)
         if is_main():
             # A checkpoint without its checksums would be taken for damaged later.
-            read_checksums(self.folder / str(metadata.update) / CHECKSUMS)
+            read_checksums(self.folder / str(metadata.step) / CHECKSUMS)
 
 
 def _list_shards(state: Any) -> None:
@@ -225,11 +225,11 @@ def _make_folder(folder: Path) -> None:
 def _set_aside_unreadable(folder: Path) -> None:
     """Set aside checkpoints whose loss Orbax could not read: it would refuse the whole folder."""
     if is_main():
-        for update in CheckpointReader(folder).updates():
-            path = folder / str(update)
+        for step in CheckpointReader(folder).steps():
+            path = folder / str(step)
             if not has_readable_metrics(path):
                 logger.warning("%s is damaged: metrics/metrics cannot be read", path)
-                set_aside(folder, update)
+                set_aside(folder, step)
     # The others list the folder afterwards.
     broadcast(None)
 
@@ -240,10 +240,10 @@ def _remove_deleted(folder: Path) -> None:
         shutil.rmtree(folder / DELETED, ignore_errors=True)
 
 
-def _remove_temporary(folder: Path, update: int) -> None:
+def _remove_temporary(folder: Path, step: int) -> None:
     """Remove what a failed save has left."""
     if is_main():
-        for path in folder.glob(f"{update}.orbax-checkpoint-tmp*"):
+        for path in folder.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(path, ignore_errors=True)
 
 

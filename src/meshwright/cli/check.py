@@ -21,8 +21,8 @@ from meshwright.text.units import counted, human_bytes
 def run(arguments: Arguments, output: Output) -> int:
     """Check every checkpoint and print the verdicts."""
     (run_dir,) = arguments.words("one run", example="outputs/<project>/<date>/<time>")
-    folder, update = find_store(Path(run_dir))
-    checked = check_checkpoints(folder, update)
+    folder, step = find_store(Path(run_dir))
+    checked = check_checkpoints(folder, step)
     report = {"folder": str(folder), "checkpoints": [asdict(each) for each in checked]}
     output.result(report, _picture(checked))
     return ExitCode.CHECK_FAILED if any(each.damaged for each in checked) else ExitCode.DONE
@@ -31,7 +31,7 @@ def run(arguments: Arguments, output: Output) -> int:
 def _picture(checked: Sequence[Checked]) -> RenderableType:
     rows = [
         (
-            str(each.update),
+            str(each.step),
             f"{each.arrays:,}",
             human_bytes(each.bytes),
             Text(each.verdict, style=_style(each)),
@@ -39,8 +39,8 @@ def _picture(checked: Sequence[Checked]) -> RenderableType:
         )
         for each in checked
     ]
-    head = ("update", "arrays", "size", "verdict", "problem")
-    table = Columns(head, rows, right=("update", "arrays", "size"))
+    head = ("step", "arrays", "size", "verdict", "problem")
+    table = Columns(head, rows, right=("step", "arrays", "size"))
     damaged = sum(each.damaged for each in checked)
     return Group(table, Text(f"{counted(len(checked), 'checkpoint')}, {damaged} damaged"))
 

@@ -15,11 +15,13 @@ class Flag:
         name: its name, such as ``--steps``.
         help: a help text of one line.
         value: the placeholder of its value; empty for a switch.
+        formerly: a name that it used to have, which is still accepted.
     """
 
     name: str
     help: str
     value: str = ""
+    formerly: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ COMMANDS = {
             "prove that a mesh trains exactly like one device",
             "simulate=8 mesh.fsdp=4 mesh.tensor=2",
             flags=(
-                Flag("--steps", "updates to compare in float64 (default 5)", "N"),
+                Flag("--steps", "steps to compare in float64 (default 5)", "N"),
                 Flag("--out", "where to save the certificate (default certificate.json)", "FILE"),
             ),
         ),
@@ -141,10 +143,10 @@ COMMANDS = {
         ),
         Command(
             "profile",
-            "profile a few updates and show where their time goes",
+            "profile a few steps and show where their time goes",
             "simulate=8 mesh.fsdp=4 mesh.tensor=2",
             flags=(
-                Flag("--updates", "updates to profile (default 5)", "N"),
+                Flag("--steps", "steps to profile (default 5)", "N", formerly="--updates"),
                 Flag("--out", "folder of the trace and profile.json (default ./profile)", "DIR"),
             ),
         ),
@@ -166,7 +168,7 @@ COMMANDS = {
                 Flag("--devices-per-process", LAUNCH_FLAGS["--devices-per-process"].help, "N"),
                 Flag("--only", "the faults to inject, such as sigkill,preempt", "NAMES"),
                 Flag("--list", "list the faults, and how the run has to recover from each"),
-                Flag("--steps", "updates of each run (default 8)", "N"),
+                Flag("--steps", "steps of each run (default 8)", "N"),
                 Flag("--keep", "keep the logs and run folders; those of a failure always are"),
             ),
             needs_devices=False,
@@ -184,7 +186,7 @@ COMMANDS = {
             "write a run's parameters to a safetensors file or a Hugging Face folder",
             "outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
             flags=(
-                Flag("--update", "which checkpoint (default: the newest)", "N"),
+                Flag("--step", "which checkpoint (default: the newest)", "N", formerly="--update"),
                 Flag("--to", "hf writes a Hugging Face folder", "FORMAT"),
                 Flag(
                     "--dtype", "number format of the folder's weights: float32, bfloat16, …", "NAME"
@@ -202,7 +204,7 @@ COMMANDS = {
         ),
         Command(
             "replay",
-            "rerun an update that was not finite, and find where it started",
+            "rerun a step that was not finite, and find where it started",
             "outputs/meshwright/2026-01-31/12-00-00/incidents/000123",
             usage="RECORD [flags]",
             composes=False,

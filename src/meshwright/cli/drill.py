@@ -84,13 +84,13 @@ def _configuration(request: Request, folder: Path) -> Configuration:
 
 
 def _steps(request: Request) -> int:
-    """Return the updates of each run: those of the config, if they are few."""
+    """Return the steps of each run: those of the config, if they are few."""
     arguments, own = request.arguments, request.config.training.steps
     steps = arguments.number("--steps", max(FEWEST_STEPS, min(own, DEFAULT_STEPS)))
     if steps < FEWEST_STEPS:
         raise UserError(
             f"--steps {steps} is not enough for a drill",
-            why="two checkpoints come before a fault, and updates after it",
+            why="two checkpoints come before a fault, and steps after it",
             fix=f"write --steps {FEWEST_STEPS} or more",
         )
     return steps

@@ -21,9 +21,9 @@ def run(arguments: Arguments, output: Output) -> int:
     if arguments.has("--dtype"):
         raise UserError("--dtype is for folders", fix="write --to hf FOLDER too")
     words = arguments.words("a run", "a file", example=f"{_RUN} model.safetensors")
-    update = _update(arguments)
+    step = _step(arguments)
     with activity(f"writing {words[1]}"):
-        shapes = export_safetensors(*words, update=update)
+        shapes = export_safetensors(*words, step=step)
     count = sum(math.prod(shape) for shape in shapes.values())
     if output.as_json:
         listed = {name: list(shape) for name, shape in shapes.items()}
@@ -40,9 +40,9 @@ def _to_hf(arguments: Arguments, output: Output) -> int:
     words = arguments.words("a run", "a folder", example=f"{_RUN} --to hf FOLDER")
     from meshwright.trainer.trained.export_hf import export_hf
 
-    dtype, update = arguments.flags.get("--dtype"), _update(arguments)
+    dtype, step = arguments.flags.get("--dtype"), _step(arguments)
     with activity(f"writing {words[1]}"):
-        exported = export_hf(*words, update=update, dtype=dtype)
+        exported = export_hf(*words, step=step, dtype=dtype)
     assert exported is not None, "one process exports"
     if output.as_json:
         output.result({**asdict(exported), "folder": words[1]})
@@ -54,10 +54,10 @@ def _to_hf(arguments: Arguments, output: Output) -> int:
     return ExitCode.DONE
 
 
-def _update(arguments: Arguments) -> int | None:
-    text = arguments.flags.get("--update")
+def _step(arguments: Arguments) -> int | None:
+    text = arguments.flags.get("--step")
     if text is None:
         return None
     if not text.isdecimal():
-        raise UserError(f"--update {text} is not a number", fix="write --update 100")
+        raise UserError(f"--step {text} is not a number", fix="write --step 100")
     return int(text)

@@ -180,9 +180,9 @@ def _goal(request: Request, hardware: Hardware) -> PlanGoal | None:
     duration = training_duration(request.config)
     if duration.epochs is not None:
         return PlanGoal(Goal(duration.epochs, "epochs"), _num_samples(request.config), price)
-    if not duration.updates:
+    if not duration.steps:
         return None
-    return PlanGoal(Goal(duration.updates, "updates"), usd_per_device_hour=price)
+    return PlanGoal(Goal(duration.steps, "steps"), usd_per_device_hour=price)
 
 
 def _num_samples(config: Config) -> int | None:

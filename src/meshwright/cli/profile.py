@@ -1,4 +1,4 @@
-"""`meshwright profile`: where the time of an update goes, from a trace of a few updates."""
+"""`meshwright profile`: where the time of a step goes, from a trace of a few steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from meshwright.trainer.programs import compile_step
 
 
 def run(request: Request) -> int:
-    """Compile, warm up, trace a few updates, and print their profile."""
-    request.report_unused_settings(request.plan(), updates_flag="--updates")
+    """Compile, warm up, trace a few steps, and print their profile."""
+    request.report_unused_settings(request.plan(), steps_flag="--steps")
     folder = Path(request.arguments.flags.get("--out", "profile"))
-    updates = request.arguments.number("--updates", 5)
-    profile = _measure(request, folder / "trace", updates)
+    steps = request.arguments.number("--steps", 5)
+    profile = _measure(request, folder / "trace", steps)
     if is_main():
         text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
         write_file(folder / "profile.json", text + "\n")
@@ -36,12 +36,12 @@ def run(request: Request) -> int:
     return ExitCode.DONE
 
 
-def _measure(request: Request, trace: Path, updates: int) -> Profile:
+def _measure(request: Request, trace: Path, steps: int) -> Profile:
     config, trainer = request.config, request.trainer()
     batch, assembled = assemble_first(trainer)
     assert trainer.defaults.recipe is not None
     compiled = compile_step(assembled, batch)
-    profiling, profile = Profiling(trace, assembled.mesh, compiled.text, updates=updates), None
+    profiling, profile = Profiling(trace, assembled.mesh, compiled.text, steps=steps), None
     loader = BatchLoader(
         trainer.defaults.recipe.data,
         batch_size=assembled.plan.batch.global_batch_size,
@@ -51,10 +51,10 @@ def _measure(request: Request, trace: Path, updates: int) -> Profile:
     )
     with activity("initializing the state"):
         state = assembled.init(config.run.seed)
-    running = activity(f"running {counted(updates, 'update')}")
-    with running, loader.open(0, WARM_UP + updates) as batches:
+    running = activity(f"running {counted(steps, 'step')}")
+    with running, loader.open(0, WARM_UP + steps) as batches:
         for number, batch in enumerate(batches):
-            with jax.profiler.StepTraceAnnotation("update", step_num=number):
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
                 state, metrics = compiled.run(state, batch)
             profile = profiling.after((state, metrics), loader.waited)
     assert profile is not None
@@ -65,8 +65,8 @@ def picture(profile: Profile) -> RenderableType:
     """Return a profile as tables for the terminal."""
     parts: list[RenderableType] = [
         Text.assemble(
-            (f"{1000 * profile.seconds_per_update:,.1f} ms per update", "bold"),
-            f", mean of {profile.updates} on {counted(len(profile.devices), 'device')}",
+            (f"{1000 * profile.seconds_per_step:,.1f} ms per step", "bold"),
+            f", mean of {profile.steps} on {counted(len(profile.devices), 'device')}",
         ),
         _shares(profile),
     ]

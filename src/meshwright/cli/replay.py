@@ -1,4 +1,4 @@
-"""`meshwright replay`: reruns an update that was not finite, and finds where it started."""
+"""`meshwright replay`: reruns a step that was not finite, and finds where it started."""
 
 from __future__ import annotations
 

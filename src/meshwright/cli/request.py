@@ -68,22 +68,21 @@ class Request:
         decided = self.config.model_copy(update={"simulate": None, "plan": None})
         return Trainer.from_config(decided, run_dir=run_dir)
 
-    def report_unused_settings(self, plan: Plan, *, updates_flag: str = "") -> list[str]:
+    def report_unused_settings(self, plan: Plan, *, steps_flag: str = "") -> list[str]:
         """Print and return remarks about settings that have no effect.
 
         Args:
             plan: the plan.
-            updates_flag: the flag that says how many updates the command runs, if it has one.
+            steps_flag: the flag that says how many steps the command runs, if it has one.
         """
         from rich.text import Text
 
         from meshwright.plan import unused_settings
 
         remarks = unused_settings(self.config, plan)
-        if updates_flag:
+        if steps_flag:
             remarks += [
-                f"{text} only shapes the learning rate here; "
-                f"{updates_flag} N says how many updates run"
+                f"{text} only shapes the learning rate here; {steps_flag} N says how many steps run"
                 for text in self.composed.overrides
                 if text.lstrip("+").partition("=")[0] in DURATION
             ]

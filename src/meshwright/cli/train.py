@@ -119,7 +119,7 @@ def _print_result(request: Request, plan: Plan, result: FitResult) -> None:
         "run_dir": str(result.run_dir),
         "mesh": plan.mesh,
         "devices": plan.num_devices,
-        "steps": result.updates,
+        "steps": result.steps,
         "first_loss": losses[0] if losses else None,
         "final_loss": losses[-1] if losses else None,
         "eval_loss": result.eval_loss,

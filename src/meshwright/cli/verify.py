@@ -16,11 +16,11 @@ from meshwright.errors import ExitCode
 def run(request: Request) -> int:
     """Compare the mesh with one device, print and save the certificate."""
     plan, trainer = request.plan(), request.trainer()
-    request.report_unused_settings(plan, updates_flag="--steps")
+    request.report_unused_settings(plan, steps_flag="--steps")
     recipe = trainer.defaults.recipe
     assert recipe is not None
     certificate = trainer.verify(
-        lambda update: recipe.data.batch(update, plan.batch.global_batch_size),
+        lambda step: recipe.data.batch(step, plan.batch.global_batch_size),
         steps=request.arguments.number("--steps", 5),
     )
     report = certificate.model_dump(mode="json")

@@ -22,10 +22,10 @@ class Batch(Frozen):
     """The sizes of a batch.
 
     Attributes:
-        global_batch_size: samples of one optimizer update, on all devices together.
+        global_batch_size: samples of one optimizer step, on all devices together.
         micro_batch_size: samples per device and microbatch.
         replicas: groups of devices with different samples (data × fsdp).
-        gradient_accumulation_steps: microbatches per update.
+        gradient_accumulation_steps: microbatches per step.
         sync_gradients_every: microbatches between two gradient reductions.
     """
 

@@ -1,4 +1,4 @@
-"""How long to train: updates, epochs or time."""
+"""How long to train: steps, epochs or time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Duration:
     """How long to train; one of the three is set.
 
     Attributes:
-        updates: optimizer updates.
+        steps: optimizer steps.
         epochs: passes over the data.
         seconds: time, measured by process 0.
     """
 
-    updates: int | None = None
+    steps: int | None = None
     epochs: float | None = None
     seconds: float | None = None
 
-    def total_updates(self, *, num_samples: int | None, batch_size: int) -> int | None:
-        """Return the number of updates, rounded up; None for a duration in time."""
+    def total_steps(self, *, num_samples: int | None, batch_size: int) -> int | None:
+        """Return the number of steps, rounded up; None for a duration in time."""
         if self.epochs is None:
-            return self.updates
+            return self.steps
         if num_samples is None:
             raise UserError(
                 f"{self.epochs:g} epochs cannot be counted",
@@ -47,13 +47,13 @@ def parse_duration(text: str) -> Duration:
     match = _WRITTEN.fullmatch(text)
     number, unit = (float(match[1]), match[2].lower()) if match else (0.0, "")
     if number > 0 and unit == "st" and number == int(number) and number < 2**31:
-        return Duration(updates=int(number))
+        return Duration(steps=int(number))
     if number > 0 and unit == "ep":
         return Duration(epochs=number)
     if number > 0 and unit in _SECONDS:
         return Duration(seconds=number * _SECONDS[unit])
     raise UserError(
         f"max_duration={text:.60} is not a duration",
-        why="a duration is a positive number and a unit: st (updates), ep (epochs), s, min, h or d",
+        why="a duration is a positive number and a unit: st (steps), ep (epochs), s, min, h or d",
         fix="write 1000st, 2ep or 30min",
     )

@@ -1,4 +1,4 @@
-"""The batch equation with pipeline stages, where an update takes many microbatches."""
+"""The batch equation with pipeline stages, where a step takes many microbatches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def solve_pipeline_batch(
         _check_groups(asked, pipeline, steps)
         steps = asked.steps(pipeline.num_microbatches) if steps is None else steps
         if global_batch_size is None and micro_batch_size is None:
-            # With many microbatches of one sample, an update is about as large as without stages.
+            # With many microbatches of one sample, a step is about as large as without stages.
             micro_batch_size = 1
     batch = solve_batch(
         replicas=replicas,
@@ -55,7 +55,7 @@ def check_sync(every: int, steps: int, stages: int) -> None:
         raise UserError(
             f"{Setting(key, every)} cannot be used with pipeline stages",
             why=f"with pipe={stages} gradients are reduced after each microbatch or after all "
-            f"{steps} of an update",
+            f"{steps} of a step",
             fix=f"write {Setting(key, steps, 1)}",
         )
 
@@ -92,7 +92,7 @@ class _BatchRequest:
         stages: pipeline stages.
         replicas: groups of devices with different samples.
         group: what the number of microbatches must be a multiple of.
-        samples: samples of an update, if given.
+        samples: samples of a step, if given.
         micro: samples per device and microbatch, if given.
     """
 
@@ -111,11 +111,11 @@ class _BatchRequest:
         return 0 if self.samples % by else self.samples // by
 
     def fits(self, steps: int) -> bool:
-        """Whether an update may have this many microbatches, apart from groups."""
+        """Whether a step may have this many microbatches, apart from groups."""
         return self.own is None or (self.own > 0 and self.own % steps == 0)
 
     def steps(self, num_microbatches: int | None) -> int | None:
-        """Return the microbatches of an update if they are not given; None if they are derived."""
+        """Return the microbatches of a step if they are not given; None if they are derived."""
         usual = num_microbatches or MICROBATCHES_PER_STAGE * self.stages
         if self.samples is None:
             return usual
@@ -144,12 +144,12 @@ def _check_groups(asked: _BatchRequest, pipeline: PipelineConfig, steps: int | N
     if count is None or count % asked.group == 0:
         return
     key = "pipeline.num_microbatches" if given else "training.gradient_accumulation_steps"
-    # Microbatches per flush divide those of an update, which divide the samples.
-    update = steps if given and steps else count
-    keeps = update != count and update % asked.group == 0 and asked.fits(update)
+    # Microbatches per flush divide those of a step, which divide the samples.
+    per_step = steps if given and steps else count
+    keeps = per_step != count and per_step % asked.group == 0 and asked.fits(per_step)
     leave = given and steps and not keeps
-    other = _other_count(asked, update if keeps else asked.own, count, key)
-    as_it_is = update % count == 0 and asked.fits(update)
+    other = _other_count(asked, per_step if keeps else asked.own, count, key)
+    as_it_is = per_step % count == 0 and asked.fits(per_step)
     raise UserError(
         f"{counted(count, 'microbatch', 'microbatches')} cannot be divided into groups of "
         f"{asked.stages}, one per stage",

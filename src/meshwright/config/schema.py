@@ -121,7 +121,7 @@ class OptimizerConfig(KindConfig):
     Attributes:
         kind: the name of an optax optimizer, such as adamw, lion, adafactor or muon.
         learning_rate: peak learning rate.
-        warmup_steps: updates over which the learning rate rises from zero.
+        warmup_steps: steps over which the learning rate rises from zero.
         schedule: the learning rate after warm-up; cosine and linear reach zero at the last step.
         clip_norm: the global norm that gradients are clipped to; null does not clip.
         scale_learning_rate: how the learning rate scales with the global batch / base_batch_size.
@@ -140,15 +140,15 @@ class TrainingConfig(Frozen):
     """How long to train, with which batch size, and how often to evaluate.
 
     Attributes:
-        steps: optimizer updates; with 0, the initial model is only evaluated and saved.
-        max_duration: overrides steps: 1000st (updates), 2ep (epochs), 30min, 12h.
-        global_batch_size: samples per update = micro_batch_size × data × fsdp × accumulation.
+        steps: optimizer steps; with 0, the initial model is only evaluated and saved.
+        max_duration: overrides steps: 1000st (steps), 2ep (epochs), 30min, 12h.
+        global_batch_size: samples per step = micro_batch_size × data × fsdp × accumulation.
         micro_batch_size: samples per device and microbatch; auto takes the size that fits and that
             the planner estimates to be fastest.
-        gradient_accumulation_steps: microbatches per update.
+        gradient_accumulation_steps: microbatches per step.
         sync_gradients_every: microbatches between two gradient reductions.
         mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
-        eval_every: updates between two evaluations; null evaluates once, at the end.
+        eval_every: steps between two evaluations; null evaluates once, at the end.
         eval_batches: the most batches per evaluation; null evaluates on every sample once.
         eval_loss: a loss for evaluations instead of the task's, as ``package.module:function`` of a
             model and a batch.
@@ -156,12 +156,12 @@ class TrainingConfig(Frozen):
         early_stopping_min_delta: how much lower a loss must be to count as better.
         callbacks: your callbacks, each as ``package.module:Class``, created without arguments.
         sample_tokens: how many tokens a language model generates at the end, as a sample.
-        on_nonfinite: what to do about an update whose loss or gradient is not finite: stop the run;
-            skip the update; rewind to the last checkpoint and skip the batches since; or apply the
-            update, for an optimizer that handles such gradients.
-        max_skipped: consecutive updates that may be skipped before the run stops.
+        on_nonfinite: what to do about a step whose loss or gradient is not finite: stop the run;
+            skip the step; rewind to the last checkpoint and skip the batches since; or apply the
+            step, for an optimizer that handles such gradients.
+        max_skipped: consecutive steps that may be skipped before the run stops.
         max_rewinds: how often a run may rewind before it stops.
-        profile_communication: whether to profile a few updates and report where their time goes.
+        profile_communication: whether to profile a few steps and report where their time goes.
     """
 
     steps: int = Field(default=600, ge=0, lt=2**31)
@@ -288,7 +288,7 @@ class PipelineConfig(Frozen):
 
     Attributes:
         schedule: gpipe, 1f1b, interleaved or zb_h1.
-        num_microbatches: microbatches per update, or between two flushes if
+        num_microbatches: microbatches per step, or between two flushes if
             training.gradient_accumulation_steps is a multiple; null means four per stage.
         num_chunks: pieces of the model on each stage, for interleaved.
     """
@@ -317,7 +317,7 @@ class CheckpointConfig(Frozen):
 
     Attributes:
         enabled: whether to save checkpoints in the run folder.
-        every: updates between two checkpoints; the last update is always saved.
+        every: steps between two checkpoints; the last step is always saved.
         keep_last: how many of the newest checkpoints to keep.
         keep_best: how many with the lowest evaluation loss to keep as well.
         accept_changes: whether to resume even if the config differs from the checkpoint's.
@@ -334,7 +334,7 @@ class TrackingConfig(Frozen):
     """Run tracking; the files of the run folder are always written.
 
     Attributes:
-        log_every: updates between two lines of metrics.
+        log_every: steps between two lines of metrics.
         tensorboard: whether to write scalars for TensorBoard into the run folder.
         wandb: whether to send metrics to Weights & Biases; run.project is the project.
         wandb_entity: the user or team at W&B; null means W&B's default.

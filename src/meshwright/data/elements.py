@@ -132,12 +132,12 @@ def refuse_wrong_data(given: Any) -> None:
     if hasattr(given, "to_dict") and hasattr(given, "columns"):
         raise UserError(
             f"the data are a {kind}",
-            why="each update takes a batch of arrays",
+            why="each step takes a batch of arrays",
             fix="write {name: data[name].to_numpy() for name in data.columns}",
         )
     if hasattr(given, "shape") and hasattr(given, "dtype"):
         raise UserError(
-            f"the data are a single {kind}", why="each update takes a batch of samples", fix=_FORMS
+            f"the data are a single {kind}", why="each step takes a batch of samples", fix=_FORMS
         )
     if isinstance(given, tuple) and given and all(hasattr(part, "shape") for part in given):
         raise UserError(

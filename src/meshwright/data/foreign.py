@@ -68,7 +68,7 @@ class MapSamples(Data):
         return None if len(self.dataset) >= ENDLESS else len(self.dataset)
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
-        """Return the samples of one update, or these rows of them, stacked."""
+        """Return the samples of one step, or these rows of them, stacked."""
         places = np.arange(batch_size) if rows is None else rows
         numbers = (step * batch_size + places).tolist()
         samples = [self.dataset[number] for number in numbers]
@@ -223,6 +223,6 @@ def _several_splits(given: Mapping[Any, Any]) -> UserError:
 def _filtered() -> UserError:
     return UserError(
         "the Grain MapDataset has indices without a sample",
-        why="filter leaves them out by returning None, so an update could not be complete",
+        why="filter leaves them out by returning None, so a step could not be complete",
         fix="write data.to_iter_dataset(), which skips them",
     )

@@ -47,12 +47,12 @@ class SourceData(Data):
         return getattr(self.source, "tokenizer", None)
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
-        """Return the batch of one update, or these rows of it."""
+        """Return the batch of one step, or these rows of it."""
         batch: Any = self.source.rows(self.ids(step, batch_size, rows))
         return dict(batch) if isinstance(batch, Mapping) else batch
 
     def ids(self, step: int, batch_size: int, rows: Rows | None = None) -> Rows:
-        """Return the numbers of the samples of one update's batch, or of these rows of it."""
+        """Return the numbers of the samples of one step's batch, or of these rows of it."""
         return sample_ids(
             seed=self.seed,
             step=step,
@@ -92,7 +92,7 @@ class SyntheticData(Data):
     eval_batches = 16
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
-        """Return the synthetic batch of one update."""
+        """Return the synthetic batch of one step."""
         mixed = np.random.SeedSequence((self.seed, step, *self.stream)).generate_state(1)[0]
         return take_rows(self.make(int(mixed), batch_size), rows)
 

@@ -30,7 +30,7 @@ def load_batches(
     workers: int = 0,
     prefetch: int = 4,
 ) -> BatchStream:
-    """Read the batches of the updates ``start``, ``start + 1``, … up to ``stop``, ahead of time.
+    """Read the batches of the steps ``start``, ``start + 1``, … up to ``stop``, ahead of time.
 
     Reading begins at once. Which batches come, and in which order, depends on neither ``workers``
     nor ``prefetch``.
@@ -38,8 +38,8 @@ def load_batches(
     Args:
         data: where they come from.
         batch_size: samples of the global batch.
-        start: the first update.
-        stop: the update to stop before; None reads until the data end.
+        start: the first step.
+        stop: the step to stop before; None reads until the data end.
         rows: the rows of the global batch to read; all by default.
         workers: processes that read; 0 reads in threads of this process.
         prefetch: batches to read ahead; 0 reads each batch when it is needed.
@@ -72,7 +72,7 @@ def _mark_flags_parsed() -> None:
 
 
 class BatchStream(Iterator[HostBatch]):
-    """An iterator over the batches of updates; closing it ends its threads or processes."""
+    """An iterator over the batches of steps; closing it ends its threads or processes."""
 
     def __init__(self, stream: Any, *, shared: bool) -> None:
         self._stream: Any = stream
@@ -82,7 +82,7 @@ class BatchStream(Iterator[HostBatch]):
             start()
 
     def __next__(self) -> HostBatch:
-        """Return the batch of the next update."""
+        """Return the batch of the next step."""
         if self._stream is None:
             raise StopIteration
         try:
@@ -119,7 +119,7 @@ class BatchStream(Iterator[HostBatch]):
 
 @dataclass(frozen=True)
 class _Read:
-    """Reads the batch of one update; errors in the data are returned as values."""
+    """Reads the batch of one step; errors in the data are returned as values."""
 
     data: Data
     batch_size: int

@@ -29,14 +29,14 @@ def sample_ids(
     rows: NDArray[np.int64] | None = None,
     shuffle: bool = True,
 ) -> NDArray[np.int64]:
-    """Return the samples of one update: epoch after epoch, each shuffled anew.
+    """Return the samples of one step: epoch after epoch, each shuffled anew.
 
     The result does not depend on processes, devices or earlier calls, so any process can compute
     the rows it needs, and a resumed run sees the same samples as an uninterrupted one.
 
     Args:
         seed: seed of the run.
-        step: the update, from 0.
+        step: the step, from 0.
         batch_size: samples of the global batch.
         num_samples: samples of the dataset; an epoch has each exactly once.
         rows: the rows of the batch to return; all by default.

@@ -39,7 +39,7 @@ class Data(ABC):
 
     @abstractmethod
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
-        """Return the global batch of one update, or only these rows of it.
+        """Return the global batch of one step, or only these rows of it.
 
         It is a function of the seed and the step alone.
         """
@@ -87,7 +87,7 @@ class Data(ABC):
         return None if self.num_samples == 0 else self.batch(0, batch_size or 1)
 
     def ids(self, step: int, batch_size: int, rows: Rows | None = None) -> Rows | None:
-        """Return the numbers of the samples of one update's batch; None if they have none."""
+        """Return the numbers of the samples of one step's batch; None if they have none."""
         return None
 
     def for_training(self, *, by_epochs: bool) -> Data:

@@ -27,7 +27,7 @@ class HasBatches(Protocol):
     """An object with batches by step; it may also have other methods of `Data`."""
 
     def batch(self, step: int, batch_size: int) -> Any:
-        """Return the global batch of one update."""
+        """Return the global batch of one step."""
         ...
 
 
@@ -35,14 +35,14 @@ UserData = HasBatches | Source | Samples | Iterable[Batch] | Callable[..., Batch
 """Data as users pass it; see `as_data`."""
 
 BATCH_PARAMETERS = ("step", "batch_size")
-"""The parameters of a function that returns batches: the update and the batch size."""
+"""The parameters of a function that returns batches: the step and the batch size."""
 
 _ANY = Expected()
 
 
 @dataclass(frozen=True)
 class FunctionData(Data):
-    """Batches returned by a function of the update and the batch size.
+    """Batches returned by a function of the step and the batch size.
 
     Attributes:
         function: called as ``function(step=…, batch_size=…)``; returns the whole global batch.

@@ -101,7 +101,7 @@ def _check_schedule(config: Config) -> None:
     duration, schedule = config.training.max_duration, config.optimizer.schedule
     if training_duration(config).epochs is not None and schedule != "constant":
         raise UserError(
-            f"optimizer.schedule={schedule} needs the number of updates",
+            f"optimizer.schedule={schedule} needs the number of steps",
             why=f"training.max_duration={duration} counts epochs of data that is given later",
             fix='write training_config={"steps": …}, or optimizer={"schedule": "constant", …}',
         )

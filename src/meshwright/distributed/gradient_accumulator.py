@@ -17,10 +17,10 @@ from meshwright.trees import PyTree
 
 @dataclass(frozen=True)
 class GradientAccumulatorConfig:
-    """The number of microbatches per update.
+    """The number of microbatches per step.
 
     Attributes:
-        accumulation_steps: microbatches per update.
+        accumulation_steps: microbatches per step.
         normalize_gradients: return the mean of the accumulated gradients instead of their sum.
     """
 
@@ -31,19 +31,19 @@ class GradientAccumulatorConfig:
         if self.accumulation_steps < 1:
             raise UserError(
                 f"accumulation_steps={self.accumulation_steps} is not valid",
-                why="an update needs at least one microbatch",
+                why="a step needs at least one microbatch",
                 fix="write accumulation_steps=1 for no accumulation",
             )
 
 
 class GradientAccumulator:
-    """Accumulates gradients until an update is due.
+    """Accumulates gradients until an optimizer step is due.
 
     It is called from Python, between compiled functions. `meshwright.Trainer` accumulates inside
     its compiled step instead.
 
     Args:
-        config: the number of microbatches per update.
+        config: the number of microbatches per step.
     """
 
     def __init__(self, config: GradientAccumulatorConfig) -> None:
@@ -52,7 +52,7 @@ class GradientAccumulator:
 
     @property
     def current_step(self) -> int:
-        """Microbatches accumulated since the last update."""
+        """Microbatches accumulated since the last step."""
         return self._count
 
     @property
@@ -83,13 +83,13 @@ class GradientAccumulator:
         self._count += 1
 
     def should_update(self, step: int) -> bool:
-        """Whether microbatch number ``step``, counted from 0, completes an update."""
+        """Whether microbatch number ``step``, counted from 0, completes an optimizer step."""
         return (step + 1) % self.config.accumulation_steps == 0
 
     def get_gradients(self) -> PyTree:
         """Return the mean of the accumulated gradients in their own dtypes, and reset.
 
-        With fewer microbatches than an update has, as at the end of an epoch, it is their mean.
+        With fewer microbatches than a step has, as at the end of an epoch, it is their mean.
         """
         if self._count == 0:
             raise UserError("nothing was accumulated", fix="call accumulate(grads) first")

@@ -40,12 +40,12 @@ def _send(number: int, *, to_launcher: bool = False) -> None:
 
 
 def _once(action: Callable[[], object], *, in_first: bool = False) -> Maker:
-    """Act once at the update, in the last process or in the first."""
+    """Act once at the step, in the last process or in the first."""
 
     def make(process: DrilledProcess) -> None:
         chosen = process.rank == 0 if in_first else process.is_last
         if chosen and process.attempt == 0:
-            process.at_update(action)
+            process.at_step(action)
 
     return make
 
@@ -63,7 +63,7 @@ def _kill_saving(process: DrilledProcess) -> None:
 
 def _interrupt() -> None:
     _send(signal.SIGINT, to_launcher=True)
-    # Until the launcher has passed it on, so that short updates do not end the run before.
+    # Until the launcher has passed it on, so that short steps do not end the run before.
     time.sleep(1)
 
 
@@ -89,7 +89,7 @@ def _raise(process: DrilledProcess) -> None:
         loader = SourceFileLoader(file.stem, str(file))
         module = module_from_spec(ModuleSpec(file.stem, loader, origin=str(file)))
         loader.exec_module(module)
-        process.at_update(module.act)
+        process.at_step(module.act)
 
 
 def _crash(process: DrilledProcess) -> None:
@@ -104,7 +104,7 @@ def _fill_disk(process: DrilledProcess) -> None:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (process.instructions.limit_bytes, hard))
 
-    process.at_update(act)
+    process.at_step(act)
 
 
 def _spoil_batch(process: DrilledProcess) -> None:

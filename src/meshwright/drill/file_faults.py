@@ -14,23 +14,23 @@ _SET_ASIDE = "named, set aside, resumed from the previous checkpoint; refused if
 
 
 def _check_damaged(trial: Trial) -> str:
-    before = trial.reference.updates[1]
-    update = trial.prepare(checkpoints=3)
-    checkpoint = trial.run.checkpoints / str(update)
+    before = trial.reference.steps[1]
+    step = trial.prepare(checkpoints=3)
+    checkpoint = trial.run.checkpoints / str(step)
     IN_CHECKPOINT[trial.fault](checkpoint)
     other = trial.folder / "explicit"
     asked = trial.train(settings=[f"resume={checkpoint}"], run_dir=other)
     asked.check_code(ExitCode.BAD_INPUT)
-    asked.find(rf"error: .*{update} is damaged")
+    asked.find(rf"error: .*{step} is damaged")
     launched = trial.train()
     launched.check_code(0)
-    found = launched.find(rf"the checkpoint \S*/{update} is damaged \((.+)\); it was renamed")
-    went_on = int(launched.find(r"continuing after update (\d+)")[1])
+    found = launched.find(rf"the checkpoint \S*/{step} is damaged \((.+)\); it was renamed")
+    went_on = int(launched.find(r"continuing after step (\d+)")[1])
     if went_on != before:
-        raise NotSurvived(f"went on from update {went_on} instead of {before}")
+        raise NotSurvived(f"went on from step {went_on} instead of {before}")
     trial.check_same()
     cause = textwrap.shorten(found[1], 80, placeholder=" …")
-    return f"found ({cause}), refused by name, resumed from update {before}, {SAME}"
+    return f"found ({cause}), refused by name, resumed from step {before}, {SAME}"
 
 
 def _logs_too_large(trial: Trial) -> str:
@@ -48,7 +48,7 @@ def _logs_too_large(trial: Trial) -> str:
 def _check_full_disk(trial: Trial) -> str:
     launched = trial.train(inject=True)
     launched.check_code(1)
-    launched.find(r"error: the state after \d+ updates could not be saved")
+    launched.find(r"error: the state after \d+ steps could not be saved")
     found = launched.find(r"a checkpoint takes up to (.+), and (.+) are free in")
     return trial.resumed(launched, f"exit code 1, needed {found[1]} and free {found[2]} named")
 
@@ -72,18 +72,16 @@ def _has_no_floats(trial: Trial) -> str:
 
 
 def _check_nan_batch(trial: Trial) -> str:
-    update = trial.configuration.update
+    step = trial.configuration.step
     launched = trial.train("--restarts=3", inject=True, settings=["training.on_nonfinite=stop"])
     launched.check_code(ExitCode.NOT_FINITE)
-    launched.find(rf"error: .* at update {update}\b")
-    launched.find(rf"batch {update - 1}\b")
-    if not (trial.run.path / "incidents" / f"{update:06d}").is_dir():
-        raise NotSurvived(f"update {update} was not recorded")
-    if (saved := trial.run.updates[-1]) != update - 1:
-        raise NotSurvived(f"update {saved} is saved instead of {update - 1}")
-    return trial.resumed(
-        launched, f"exit code 4 in all processes, recorded, update {update - 1} saved"
-    )
+    launched.find(rf"error: .* at step {step}\b")
+    launched.find(rf"batch {step - 1}\b")
+    if not (trial.run.path / "incidents" / f"{step:06d}").is_dir():
+        raise NotSurvived(f"step {step} was not recorded")
+    if (saved := trial.run.steps[-1]) != step - 1:
+        raise NotSurvived(f"step {saved} is saved instead of {step - 1}")
+    return trial.resumed(launched, f"exit code 4 in all processes, recorded, step {step - 1} saved")
 
 
 FAULTS = (
@@ -114,7 +112,7 @@ FAULTS = (
     Fault(
         "nan-batch",
         "a NaN in the part of a batch that the last process reads",
-        "all stop before the update with exit code 4, record it, and save no NaN",
+        "all stop before the step with exit code 4, record it, and save no NaN",
         _check_nan_batch,
         why_not=_has_no_floats,
     ),

@@ -66,16 +66,16 @@ def _cannot_resize(trial: Trial) -> str:
 def _check_resized(trial: Trial) -> str:
     layout = _other_layout(trial)
     assert layout is not None
-    update = trial.prepare(checkpoints=2)
+    step = trial.prepare(checkpoints=2)
     launched = trial.train(layout=trial.configuration.layout(*layout))
     launched.check_code(0)
-    launched.find(rf"continuing after update {update}\b")
+    launched.find(rf"continuing after step {step}\b")
     most = ROUNDING[trial.reference.plan["precision"]]
     difference = trial.run.difference(trial.reference)
     if difference > most:
         raise NotSurvived(f"losses differ by {difference:.1e}, more than {most:g}")
     found = f"within {difference:.1e}" if difference else "equal"
-    return f"{trial.nprocs} → {layout[0]} processes from update {update}, losses {found}"
+    return f"{trial.nprocs} → {layout[0]} processes from step {step}, losses {found}"
 
 
 FAULTS = (

@@ -106,11 +106,11 @@ class Launched:
             raise NotSurvived(f"noticed after {seconds:.1f} s, more than {within:g} s")
         return max(seconds, 0.0)
 
-    def check_none_lost(self, update: int) -> None:
+    def check_none_lost(self, step: int) -> None:
         """Raise if training went on from an earlier checkpoint than the newest committed one."""
         newest = max((max(note["committed"], default=0) for note in self.injected), default=0)
-        if update < newest:
-            raise NotSurvived(f"went on from update {update}, though update {newest} was committed")
+        if step < newest:
+            raise NotSurvived(f"went on from step {step}, though step {newest} was committed")
 
     def stopped(self, within: float) -> float:
         """Return the seconds from the fault to the end; raise if it took too long."""

@@ -32,8 +32,8 @@ class Instructions:
         fault: the fault to inject; empty for none.
         notes: the folder for notes.
         run_dir: the run folder.
-        update: the update at which to inject it.
-        every: updates between two checkpoints.
+        step: the step at which to inject it.
+        every: steps between two checkpoints.
         save_seconds: how long a save took without a fault.
         limit_bytes: how large files may become on a disk that is full.
     """
@@ -41,7 +41,7 @@ class Instructions:
     fault: str
     notes: str
     run_dir: str
-    update: int
+    step: int
     every: int
     save_seconds: float = 0.0
     limit_bytes: int = 0
@@ -93,25 +93,25 @@ class DrilledProcess:
         """Whether it is the last process: the only one, or one that does not coordinate."""
         return self.rank == self.nprocs - 1
 
-    def at_update(self, action: Callable[[], object]) -> None:
-        """Do something when the metrics of the update are known, while the next one runs.
+    def at_step(self, action: Callable[[], object]) -> None:
+        """Do something when the metrics of the step are known, while the next one runs.
 
         The last checkpoint before it is complete by then.
         """
 
-        def act(update: int) -> None:
-            if update == self.instructions.update:
+        def act(step: int) -> None:
+            if step == self.instructions.step:
                 self._wait_for_commit()
                 self.note_injected()
                 action()
 
         add_log_hook(act)
 
-    def during_save(self, update: int, delay: float, action: Callable[[], object]) -> None:
-        """Do something some seconds after the checkpoint of an update has begun to be written."""
+    def during_save(self, step: int, delay: float, action: Callable[[], object]) -> None:
+        """Do something some seconds after the checkpoint of a step has begun to be written."""
 
         def watch() -> None:
-            while not any(path.name.split(".")[0] == str(update) for path in self._written()):
+            while not any(path.name.split(".")[0] == str(step) for path in self._written()):
                 time.sleep(0.001)
             time.sleep(delay)
             self.note_injected()
@@ -120,10 +120,10 @@ class DrilledProcess:
         threading.Thread(target=watch, daemon=True).start()
 
     def change_batch(self, change: Callable[[Any], Any]) -> None:
-        """Change the batch of the update, before it is placed on the devices."""
+        """Change the batch of the step, before it is placed on the devices."""
 
         def change_one(number: int, batch: Any) -> Any:
-            if number != self.instructions.update - 1:
+            if number != self.instructions.step - 1:
                 return batch
             self.note_injected()
             return change(batch)
@@ -159,7 +159,7 @@ class DrilledProcess:
 
     def _wait_for_commit(self) -> None:
         given = self.instructions
-        due = (given.update - 1) // given.every * given.every
+        due = (given.step - 1) // given.every * given.every
         ends = time.monotonic() + COMMIT_SECONDS
         while (newest_checkpoint(Path(given.run_dir)) or 0) < due and time.monotonic() < ends:
             time.sleep(0.01)

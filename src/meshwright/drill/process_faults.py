@@ -9,17 +9,17 @@ from meshwright.drill.fault_makers import CRASH_CODE, EXCEPTION_TEXT
 from meshwright.drill.run_folder import NotSurvived
 from meshwright.drill.trial import SAME, STOP_SECONDS, Fault, Trial, several_processes
 from meshwright.errors import ExitCode
-from meshwright.launch.watch import UPDATES
+from meshwright.launch.watch import STEPS
 
 _CALL_DUMP = r"RPC: /|GRPC error|\*\*\* Check failure|:UNKNOWN:"
 _HANG_SECONDS = 3.0
 _GIVEN_UP = "given up after 3 restarts without a new checkpoint"
 _RESTARTED = "noticed in 10 s, all processes restart from the last checkpoint"
-_SAVED = "all stop after the same update, save it and exit with 75; the same command resumes"
+_SAVED = "all stop after the same step, save it and exit with 75; the same command resumes"
 
 
 def _check_killed(trial: Trial, rank: int) -> str:
-    killed = rf"^error: process {rank} was killed by SIGKILL at update \d+"
+    killed = rf"^error: process {rank} was killed by SIGKILL at step \d+"
     return trial.restarted(f"{killed}; all processes are restarted")
 
 
@@ -44,12 +44,12 @@ def _check_killed_saving(trial: Trial) -> str:
 def _check_stopped(trial: Trial, name: str) -> str:
     launched = trial.train("--restarts=3", inject=True)
     launched.check_code(ExitCode.PREEMPTED)
-    # The update, which may be one that all agreed on, and the save before the end.
+    # The step, which may be one that all agreed on, and the save before the end.
     run = trial.reference
-    limit = STOP_SECONDS + 3 * run.update_seconds() + 5 * run.save_seconds()
+    limit = STOP_SECONDS + 3 * run.step_seconds() + 5 * run.save_seconds()
     seconds = launched.stopped(limit)
-    update = int(launched.find(rf"stop: {name} asked to stop \(update (\d+)\)")[1])
-    return trial.resumed(launched, f"saved update {update} and exited with 75 in {seconds:.1f} s")
+    step = int(launched.find(rf"stop: {name} asked to stop \(step (\d+)\)")[1])
+    return trial.resumed(launched, f"saved step {step} and exited with 75 in {seconds:.1f} s")
 
 
 def _check_stopped_twice(trial: Trial) -> str:
@@ -62,16 +62,16 @@ def _check_stopped_twice(trial: Trial) -> str:
 def _check_suspended(trial: Trial) -> str:
     rank = trial.last
     return trial.restarted(
-        rf"^error: process {rank} hangs at update \d+: stopped by a signal \(SIGSTOP\)"
+        rf"^error: process {rank} hangs at step \d+: stopped by a signal \(SIGSTOP\)"
     )
 
 
 def _check_hanging(trial: Trial) -> str:
-    usual = max(_HANG_SECONDS, UPDATES * trial.reference.update_seconds())
+    usual = max(_HANG_SECONDS, STEPS * trial.reference.step_seconds())
     return trial.restarted(
-        rf"^error: process {trial.last} hangs at update \d+: no progress for",
+        rf"^error: process {trial.last} hangs at step \d+: no progress for",
         f"--hang-timeout={_HANG_SECONDS:g}",
-        # The usual time of an update varies, and so does the limit that follows from it.
+        # The usual time of a step varies, and so does the limit that follows from it.
         within=2 * usual + STOP_SECONDS,
     )
 
@@ -87,10 +87,8 @@ def _check_exception(trial: Trial) -> str:
     shown = [line for line in launched.lines if raised.match(line.text)]
     if len(shown) != 1:
         raise NotSurvived(f"the exception is shown {len(shown)} times")
-    end = launched.find(rf"^launch: process {trial.last} ended with exit code \d+ at update (\d+)")
-    return trial.resumed(
-        launched, f"exit code {launched.code}, shown once with its update, {end[1]}"
-    )
+    end = launched.find(rf"^launch: process {trial.last} ended with exit code \d+ at step (\d+)")
+    return trial.resumed(launched, f"exit code {launched.code}, shown once with its step, {end[1]}")
 
 
 def _check_crash_loop(trial: Trial) -> str:
@@ -104,7 +102,7 @@ def _check_crash_loop(trial: Trial) -> str:
 FAULTS = (
     Fault(
         "sigkill",
-        "SIGKILL of the last process during an update",
+        "SIGKILL of the last process during a step",
         _RESTARTED,
         lambda trial: _check_killed(trial, trial.last),
     ),
@@ -156,7 +154,7 @@ FAULTS = (
     Fault(
         "exception",
         "an exception in the last process only",
-        "shown once and first, with the process and the update; the same command resumes",
+        "shown once and first, with the process and the step; the same command resumes",
         _check_exception,
     ),
     Fault("crash-loop", "the last process crashes at every start", _GIVEN_UP, _check_crash_loop),

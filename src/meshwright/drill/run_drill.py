@@ -49,7 +49,7 @@ class DrillReport:
     Attributes:
         mesh: the size of each axis of the mesh.
         processes: the number of processes.
-        steps: updates of each run.
+        steps: steps of each run.
         rows: the result of each fault.
         seconds: how long all of it took.
     """
@@ -121,7 +121,7 @@ def _run_without_fault(configuration: Configuration, folder: Path) -> Trial:
     done = len(trial.run.losses())
     if done != configuration.steps:
         raise UserError(
-            f"the run ends after {done} updates, and a drill takes {configuration.steps}",
+            f"the run ends after {done} steps, and a drill takes {configuration.steps}",
             fix="use more data, or a smaller batch",
         )
     seconds = time.monotonic() - started

@@ -37,9 +37,9 @@ class RunFolder:
         return self.path / FOLDER
 
     @property
-    def updates(self) -> list[int]:
-        """The updates that have a checkpoint."""
-        return CheckpointReader(self.checkpoints).updates()
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint."""
+        return CheckpointReader(self.checkpoints).steps()
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -47,12 +47,12 @@ class RunFolder:
         return yaml.safe_load((self.path / "plan.yaml").read_text(encoding="utf-8"))
 
     def losses(self) -> list[tuple[int, float]]:
-        """Return the loss of every update, in the order in which they were written."""
+        """Return the loss of every step, in the order in which they were written."""
         rows = self._rows("metrics")
-        return [(row["update"], row["loss"]) for row in rows if row["split"] == "train"]
+        return [(row["step"], row["loss"]) for row in rows if row["split"] == "train"]
 
-    def update_seconds(self) -> float:
-        """Return the time of an update."""
+    def step_seconds(self) -> float:
+        """Return the time of a step."""
         seconds = [row["step_seconds"] for row in self._rows("metrics") if "step_seconds" in row]
         return statistics.median(seconds) if seconds else 0.0
 
@@ -64,25 +64,25 @@ class RunFolder:
     def _rows(self, name: str) -> list[dict[str, Any]]:
         return list(read_lines(self.path / f"{name}.jsonl"))
 
-    def copy_until(self, update: int, folder: Path) -> None:
-        """Copy the run as it was after the checkpoint of an update."""
+    def copy_until(self, step: int, folder: Path) -> None:
+        """Copy the run as it was after the checkpoint of a step."""
         shutil.copytree(self.path, folder)
         copy = RunFolder(folder)
-        for later in [each for each in copy.updates if each > update]:
+        for later in [each for each in copy.steps if each > step]:
             shutil.rmtree(copy.checkpoints / str(later))
         for name in ("metrics", "events"):
-            rows = [row for row in copy._rows(name) if row["update"] <= update]
+            rows = [row for row in copy._rows(name) if row["step"] <= step]
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         (folder / "result.json").unlink(missing_ok=True)
 
     def check_checkpoints(self, committed: Collection[int] = ()) -> None:
         """Raise if a checkpoint that is listed is not whole, or if a committed one is gone."""
-        if lost := sorted(set(committed) - set(self.updates)):
-            raise NotSurvived(f"the committed checkpoint of update {lost[0]} is gone")
+        if lost := sorted(set(committed) - set(self.steps)):
+            raise NotSurvived(f"the committed checkpoint of step {lost[0]} is gone")
         for checked in check_checkpoints(self.checkpoints):
             if checked.verdict == "damaged":
-                raise NotSurvived(f"checkpoint {checked.update} is listed, but {checked.problem}")
+                raise NotSurvived(f"checkpoint {checked.step} is listed, but {checked.problem}")
 
     def check_swept(self) -> None:
         """Raise if something partial has been left in the folder of checkpoints."""
@@ -93,31 +93,31 @@ class RunFolder:
     def check_same(self, other: RunFolder) -> None:
         """Raise unless every loss and the final state equal those of another run, bit for bit."""
         expected = self._expected(other)
-        for update, loss in self.losses():
-            if loss != expected.get(update):
+        for step, loss in self.losses():
+            if loss != expected.get(step):
                 raise NotSurvived(
-                    f"the loss of update {update} is {loss!r} instead of {expected.get(update)!r}"
+                    f"the loss of step {step} is {loss!r} instead of {expected.get(step)!r}"
                 )
         own, its = (_final_checksums(each) for each in (self, other))
         if different := sorted(name for name in its if own.get(name) != its[name]):
             raise NotSurvived(f"the losses are equal, but {different[0]} is not at the end")
 
     def difference(self, other: RunFolder) -> float:
-        """Return the largest relative difference of losses; raise if updates are missing."""
+        """Return the largest relative difference of losses; raise if steps are missing."""
         expected, found = self._expected(other), dict(self.losses())
         return max(
-            abs(found[update] - loss) / max(abs(loss), 1e-30) for update, loss in expected.items()
+            abs(found[step] - loss) / max(abs(loss), 1e-30) for step, loss in expected.items()
         )
 
     def _expected(self, other: RunFolder) -> dict[int, float]:
-        """Return the losses of another run; raise if this one has not done all of its updates."""
+        """Return the losses of another run; raise if this one has not done all of its steps."""
         expected = dict(other.losses())
         if missing := sorted(set(expected) - set(dict(self.losses()))):
-            raise NotSurvived(f"update {missing[0]} was not done")
+            raise NotSurvived(f"step {missing[0]} was not done")
         return expected
 
 
 def _final_checksums(run: RunFolder) -> dict[str, Any]:
     """Return the checksum of every array of the last checkpoint."""
-    checksums = CheckpointReader(run.checkpoints).checksums(run.updates[-1])
+    checksums = CheckpointReader(run.checkpoints).checksums(run.steps[-1])
     return {} if checksums is None else dict(checksums.arrays)

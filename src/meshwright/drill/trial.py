@@ -16,7 +16,7 @@ STOP_SECONDS = 10.0
 """How long a launch may take to notice that a process is gone, and to end or restart the others."""
 SAME = "losses and state bit-equal"
 FEWEST_STEPS = 6
-"""Two checkpoints before a fault, and updates after it."""
+"""Two checkpoints before a fault, and steps after it."""
 DEFAULT_STEPS = 8
 
 _CUT_DOWN = (
@@ -38,8 +38,8 @@ _CUT_DOWN = (
     "checkpoint.keep_best=0",
     "resume=auto",
 )
-"""Settings of a drill: no evaluations or trackers, and every update and checkpoint is kept."""
-_RESTART = r"restart 1 of 3 in \d+ s, from the (?:checkpoint of update (\d+)|beginning)"
+"""Settings of a drill: no evaluations or trackers, and every step and checkpoint is kept."""
+_RESTART = r"restart 1 of 3 in \d+ s, from the (?:checkpoint of step (\d+)|beginning)"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Configuration:
         words: what the user wrote: settings, and flags that say which config they change.
         nprocs: the number of processes.
         devices: devices of each process; None leaves them to the machine.
-        steps: updates of a run.
+        steps: steps of a run.
         cache: the folder of compiled programs; None for none.
     """
 
@@ -62,12 +62,12 @@ class Configuration:
 
     @property
     def every(self) -> int:
-        """Updates between two checkpoints."""
+        """Steps between two checkpoints."""
         return self.steps // 4 if self.steps >= 2 * FEWEST_STEPS else 2
 
     @property
-    def update(self) -> int:
-        """The update at which faults are injected: the one after the second checkpoint."""
+    def step(self) -> int:
+        """The step at which faults are injected: the one after the second checkpoint."""
         return 2 * self.every + 1
 
     def train(self, run_dir: Path, settings: Sequence[str] = ()) -> list[str]:
@@ -167,7 +167,7 @@ class Trial:
             fault=self.fault if inject else "",
             notes=str(notes),
             run_dir=str(run_dir),
-            update=own.update,
+            step=own.step,
             every=own.every,
             save_seconds=0.0 if baseline is None else baseline.save_seconds(),
             limit_bytes=0 if baseline is None else largest_file(baseline) // 2,
@@ -188,32 +188,32 @@ class Trial:
         """Inject a fault after which all processes must start again by themselves.
 
         Args:
-            pattern: how the launcher names the process, the update and the cause.
+            pattern: how the launcher names the process, the step and the cause.
             flags: further flags of `launch`.
             within: seconds in which it has to notice.
         """
         launched = self.train("--restarts=3", *flags, inject=True)
         launched.check_code(0)
         seconds = launched.noticed(pattern, within)
-        update = int(launched.find(_RESTART)[1] or 0)
-        launched.check_none_lost(update)
+        step = int(launched.find(_RESTART)[1] or 0)
+        launched.check_none_lost(step)
         self.check_same()
-        return f"noticed after {seconds:.1f} s, restarted from update {update}, {SAME}"
+        return f"noticed after {seconds:.1f} s, restarted from step {step}, {SAME}"
 
     def resumed(self, ended: Launched, found: str) -> str:
         """Run the same command after a launch that ended, and check that nothing is lost."""
         launched = self.train()
         launched.check_code(0)
-        update = int(launched.find(r"continuing after update (\d+)")[1])
-        ended.check_none_lost(update)
+        step = int(launched.find(r"continuing after step (\d+)")[1])
+        ended.check_none_lost(step)
         self.check_same()
-        return f"{found}, resumed from update {update}, {SAME}"
+        return f"{found}, resumed from step {step}, {SAME}"
 
     def prepare(self, checkpoints: int) -> int:
-        """Copy the run as it was after some checkpoints; return the update of the last one."""
-        update = self.reference.updates[checkpoints - 1]
-        self.reference.copy_until(update, self.run.path)
-        return update
+        """Copy the run as it was after some checkpoints; return the step of the last one."""
+        step = self.reference.steps[checkpoints - 1]
+        self.reference.copy_until(step, self.run.path)
+        return step
 
     def check_same(self) -> None:
         """Raise unless the run equals the one without a fault, bit for bit."""
@@ -229,7 +229,7 @@ class Trial:
             if self.fault != "taken-port" and not is_free(port):
                 raise NotSurvived(f"port {port} is still taken after the launcher")
         if run.checkpoints.is_dir():
-            committed = {update for note in launched.injected for update in note["committed"]}
+            committed = {step for note in launched.injected for step in note["committed"]}
             run.check_checkpoints(committed)
 
 
@@ -262,5 +262,5 @@ class Fault:
 
 def largest_file(run: RunFolder) -> int:
     """Return the size of the largest file of the first checkpoint of a run."""
-    first = run.checkpoints / str(run.updates[0])
+    first = run.checkpoints / str(run.steps[0])
     return max(path.stat().st_size for path in first.rglob("*") if path.is_file())

@@ -153,7 +153,7 @@ FLAGS = {
         "the same for machines; give it to each launch of the run", 1, MAX_NODES, is_local=True
     ),
     "--hang-timeout": _seconds(
-        "seconds without progress in an update that count as a hang (default 600; 0 for never)"
+        "seconds without progress in a step that count as a hang (default 600; 0 for never)"
     ),
     "--grace": _seconds(
         "seconds for processes to exit on their own (default 8 after a failure, 60 after Ctrl-C)",

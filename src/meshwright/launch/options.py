@@ -45,7 +45,7 @@ class LaunchOptions:
         lost_timeout: seconds after which a silent machine counts as lost; None for the default.
         restarts: how often all processes are restarted after a failure; preemptions of a job do not
             count.
-        hang_timeout: seconds that an update may make no progress; None for the default.
+        hang_timeout: seconds that a step may make no progress; None for the default.
         min_procs: the fewest processes to continue with; None if all are needed.
         min_nodes: the fewest machines to continue with; None if all are needed.
         cluster: what is submitted to a cluster; None to start processes on this machine.

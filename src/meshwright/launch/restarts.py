@@ -34,7 +34,7 @@ FINAL_CODES = (
 LOG = "launch.log"
 """The file of a run folder with what the launcher said about failures and restarts."""
 CHECKPOINTS = "checkpoints"
-"""The folder of a run folder in which a checkpoint appears, under its update, once complete."""
+"""The folder of a run folder in which a checkpoint appears, under its step, once complete."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Attempts:
         seconds = min(2.0**self._useless, LONGEST_WAIT)
         start = "from the beginning"
         if self._committed is not None:
-            start = f"from the checkpoint of update {self._committed}"
+            start = f"from the checkpoint of step {self._committed}"
         self._log(
             f"{outcome.text}; restart {self._done} of {self.options.restarts} in "
             f"{seconds:g} s, {start}"
@@ -171,7 +171,7 @@ class Attempts:
             wall = max(time.time() - self._started, 1e-9)
             self._log(
                 f"goodput {min(self._useful / wall, 1):.0%}: {human_seconds(self._useful)} of "
-                f"{human_seconds(wall)} were updates that count, in "
+                f"{human_seconds(wall)} were steps that count, in "
                 f"{counted(self._done, 'attempt')}"
             )
 
@@ -179,7 +179,7 @@ class Attempts:
         final = outcome.code in FINAL_CODES and outcome.code != ExitCode.PREEMPTED
         if final or self._committed is None:
             return ""
-        return f"; update {self._committed} is saved, and the same command resumes from it" + (
+        return f"; step {self._committed} is saved, and the same command resumes from it" + (
             self._folder_hint()
         )
 
@@ -195,7 +195,7 @@ class Attempts:
 
 
 def newest_checkpoint(run_dir: Path | None) -> int | None:
-    """Return the update of the newest complete checkpoint of a run; None if there is none."""
+    """Return the step of the newest complete checkpoint of a run; None if there is none."""
     if run_dir is None:
         return None
     try:

@@ -72,7 +72,7 @@ case "$code" in
     echo "exit code {nothing_fits}, too little memory: job $SLURM_JOB_ID is not requeued"
     exit "$code" ;;
   {not_finite})
-    echo "exit code {not_finite}, an update that is not finite: job $SLURM_JOB_ID is not requeued"
+    echo "exit code {not_finite}, a step that is not finite: job $SLURM_JOB_ID is not requeued"
     exit "$code" ;;
 esac
 echo "$(date '+%Y-%m-%d %H:%M:%S') exit code $code" >> "$failures"

@@ -44,7 +44,7 @@ class Outcome:
     Attributes:
         code: the exit code: 0, that of the first failure, or 128 + n for signal n.
         asked: whether a signal to the launcher ended it.
-        text: which process failed, at which update and why; empty without a failure.
+        text: which process failed, at which step and why; empty without a failure.
         run_dir: the run folder; None if no process named one.
         watch: what the heartbeats said.
         rank: the process that failed or hung; None without one, or if that was because another
@@ -97,7 +97,7 @@ class Supervisor:
         stderr: where the lines of all processes go.
         requests: the signals to the launcher.
         grace_seconds: how long processes may take to exit; None for the defaults.
-        hang_seconds: how long an update may make no progress; None for the default.
+        hang_seconds: how long a step may make no progress; None for the default.
         remedy: what is done about a failure, or can be.
     """
 
@@ -239,8 +239,8 @@ class Supervisor:
         for rank in pids:
             beat = self._watch.beat_of(rank)
             at = where.get(rank, "stopped by a signal" if rank in stuck.ranks else "no answer")
-            update = "" if beat is None else f"update {beat.update}: "
-            self._merged.say(f"  process {rank} at {update}{at}")
+            step = "" if beat is None else f"step {beat.step}: "
+            self._merged.say(f"  process {rank} at {step}{at}")
         folder = self._run_dir() or Path(tempfile.gettempdir())
         kept = keep_stacks(self._files, folder / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}")
         if kept:
@@ -277,14 +277,14 @@ class Supervisor:
             who = "process" if len(silent) == 1 else "processes"
             return f"process {rank} lost {who} {', '.join(map(str, silent))}{self._when(rank)}"
         cause = self._merged.cause(rank)
-        # Processes run ahead of the update that they find out about.
-        when = "" if " update " in cause else self._when(rank)
+        # Processes run ahead of the step that they find out about.
+        when = "" if " step " in cause else self._when(rank)
         why = f": {cause}" if cause else ""
         return f"process {rank} {_describe_exit(returncode)}{when}{why}"
 
     def _when(self, rank: int) -> str:
-        update = self._watch.update_of(rank)
-        return "" if update is None else f" at update {update}"
+        step = self._watch.step_of(rank)
+        return "" if step is None else f" at step {step}"
 
     def _code(self) -> int:
         if self._stuck is not None:

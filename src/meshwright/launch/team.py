@@ -180,7 +180,7 @@ class ProcessesLeft(Team):
             f"process {outcome.rank} did not come back after {TRIES} tries; ", left
         )
         # What fails in training may well fail without this process too.
-        return replace(change, is_fresh=outcome.watch.update_of(outcome.rank) is None)
+        return replace(change, is_fresh=outcome.watch.step_of(outcome.rank) is None)
 
     def _choose(self, lost: str, left: Sequence[int]) -> NextAttempt:
         """Use as many of the places as have a mesh."""

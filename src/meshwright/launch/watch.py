@@ -13,11 +13,11 @@ from meshwright.runtime.heartbeat import Beat, Doing, read_beat
 from meshwright.text.units import human_seconds
 
 HANG_SECONDS = 600.0
-"""How long a process may make no progress in an update; as long as processes wait for another."""
+"""How long a process may make no progress in a step; as long as processes wait for another."""
 PATIENT_SECONDS = 1800.0
 """The same while it compiles, evaluates or saves, which takes long for good reasons."""
-UPDATES = 20
-"""A hang is at least as long as this many updates."""
+STEPS = 20
+"""A hang is at least as long as this many steps."""
 STOPPED_SECONDS = 2.0
 """How long a process may be stopped by a signal: a short stop does no harm."""
 LOOK_SECONDS = 0.25
@@ -29,9 +29,9 @@ _UNWATCHED = (Doing.STARTING, Doing.ENDED)
 SLOWER = 1.5
 """A straggler takes this many times as long as the median of the others."""
 LEAST_SHARE = 0.1
-"""And loses at least this share of an update, so that noise of microseconds does not count."""
+"""And loses at least this share of a step, so that noise of microseconds does not count."""
 WINDOW_SECONDS = 5.0
-WINDOW_UPDATES = 10
+WINDOW_STEPS = 10
 LONGEST_WINDOW = 3600.0
 
 
@@ -42,18 +42,18 @@ class Straggler:
     Attributes:
         rank: its number.
         what: what takes it long: its own work, or waiting for its input.
-        seconds: its seconds per update for that.
+        seconds: its seconds per step for that.
         others: the median of the others.
-        update_seconds: seconds of a whole update.
-        updates: updates of the window.
+        step_seconds: seconds of a whole step.
+        steps: steps of the window.
     """
 
     rank: int
     what: str
     seconds: float
     others: float
-    update_seconds: float
-    updates: int
+    step_seconds: float
+    steps: int
 
     def __str__(self) -> str:
         """Return a line with the ratio and the numbers it is made of."""
@@ -61,14 +61,14 @@ class Straggler:
         ratio_text = f"{ratio:.1f}" if ratio < 100 else "over 100"
         return (
             f"process {self.rank} is slow: {self.what} takes {1000 * self.seconds:.1f} ms per "
-            f"update, {ratio_text} times the median of the others "
-            f"({1000 * self.others:.1f} ms), and an update {1000 * self.update_seconds:.0f} ms "
-            f"(over {self.updates} updates); the others wait for it"
+            f"step, {ratio_text} times the median of the others "
+            f"({1000 * self.others:.1f} ms), and a step {1000 * self.step_seconds:.0f} ms "
+            f"(over {self.steps} steps); the others wait for it"
         )
 
 
 class Stragglers:
-    """Compares processes over a window of updates, which doubles whenever one has been named."""
+    """Compares processes over a window of steps, which doubles whenever one has been named."""
 
     def __init__(self) -> None:
         self._start: dict[int, Beat] = {}
@@ -81,16 +81,16 @@ class Stragglers:
         if len(training) < 2:
             return
         begun = {rank: self._start.get(rank) for rank in training}
-        # The first updates do one-time work.
+        # The first steps do one-time work.
         if any(
             start is None or start.first != training[rank].first for rank, start in begun.items()
         ):
-            ready = all(beat.update > beat.first + 2 for beat in training.values())
+            ready = all(beat.step > beat.first + 2 for beat in training.values())
             self._start = dict(training) if ready else {}
             return
         spans = [(self._start[rank], beat) for rank, beat in training.items()]
         long = all(new.time - old.time >= self._seconds for old, new in spans)
-        if long and all(new.update - old.update >= WINDOW_UPDATES for old, new in spans):
+        if long and all(new.step - old.step >= WINDOW_STEPS for old, new in spans):
             self._compare(training)
             self._start = dict(training)
 
@@ -103,17 +103,17 @@ class Stragglers:
         found: list[Straggler] = []
         for what, kind in (("its own work", "own_work"), ("waiting for input", "input_wait")):
             each = {
-                rank: (getattr(new, kind) - getattr(old, kind)) / (new.update - old.update)
+                rank: (getattr(new, kind) - getattr(old, kind)) / (new.step - old.step)
                 for rank, new in beats.items()
                 for old in (self._start[rank],)
             }
             for rank, seconds in each.items():
                 others = statistics.median(s for other, s in each.items() if other != rank)
                 old, new = self._start[rank], beats[rank]
-                updates = new.update - old.update
-                whole = (new.useful - old.useful) / updates
+                steps = new.step - old.step
+                whole = (new.useful - old.useful) / steps
                 if seconds > SLOWER * others and seconds - others > LEAST_SHARE * whole:
-                    found.append(Straggler(rank, what, seconds, others, whole, updates))
+                    found.append(Straggler(rank, what, seconds, others, whole, steps))
         self._found += found
         if found:
             self._seconds = min(2 * self._seconds, LONGEST_WINDOW)
@@ -126,18 +126,18 @@ class Stuck:
     Attributes:
         ranks: their numbers; several if they stand at the same point.
         cause: why they are known to hang.
-        update: the update they are at; None before training.
+        step: the step they are at; None before training.
     """
 
     ranks: tuple[int, ...]
     cause: str
-    update: int | None
+    step: int | None
 
     def __str__(self) -> str:
         """Return which processes hang, where, and how that was noticed."""
         numbers = ", ".join(map(str, self.ranks))
         who = f"process {numbers} hangs" if len(self.ranks) == 1 else f"processes {numbers} hang"
-        when = "" if self.update is None else f" at update {self.update}"
+        when = "" if self.step is None else f" at step {self.step}"
         return f"{who}{when}: {self.cause}"
 
 
@@ -149,13 +149,13 @@ class _Seen:
         beat: the last beat.
         idle: seconds without a new one.
         stopped: seconds for which it has been stopped by a signal.
-        update_seconds: how long its last updates took.
+        step_seconds: how long its last steps took.
     """
 
     beat: Beat | None = None
     idle: float = 0.0
     stopped: float = 0.0
-    update_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=50))
+    step_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=50))
 
 
 class Watch:
@@ -166,7 +166,7 @@ class Watch:
 
     Args:
         files: the heartbeat file of each process, by its number.
-        hang_seconds: the shortest hang in an update; 0 for no limit.
+        hang_seconds: the shortest hang in a step; 0 for no limit.
     """
 
     def __init__(self, files: Mapping[int, Path], hang_seconds: float = HANG_SECONDS) -> None:
@@ -202,15 +202,15 @@ class Watch:
         seen.beat, seen.idle = beat, 0.0
         if rank == min(self._files) and beat.saved >= 0:
             self._saves[beat.saved] = beat.saved_useful
-        if before is not None and before.update < beat.update and before.first == beat.first >= 0:
-            seconds = (beat.useful - before.useful) / (beat.update - before.update)
-            seen.update_seconds.append(seconds)
+        if before is not None and before.step < beat.step and before.first == beat.first >= 0:
+            seconds = (beat.useful - before.useful) / (beat.step - before.step)
+            seen.step_seconds.append(seconds)
 
     def _stopped(self, pids: Collection[int]) -> Stuck | None:
         stopped = [r for r in pids if self._seen[r].stopped >= STOPPED_SECONDS]
         if not stopped:
             return None
-        return Stuck(tuple(stopped), "stopped by a signal (SIGSTOP)", self.update_of(stopped[0]))
+        return Stuck(tuple(stopped), "stopped by a signal (SIGSTOP)", self.step_of(stopped[0]))
 
     def _hanging(self, pids: Collection[int]) -> Stuck | None:
         """Return the processes that are behind all others, if they have made no progress."""
@@ -227,30 +227,30 @@ class Watch:
         if idle < self._limit(ranks[0], beat):
             return None
         cause = f"no progress for {human_seconds(idle)} while {beat.doing.text}"
-        return Stuck(tuple(ranks), cause, beat.update)
+        return Stuck(tuple(ranks), cause, beat.step)
 
     def _limit(self, rank: int, beat: Beat) -> float:
-        # The first updates may still compile, load libraries or tune kernels.
-        if beat.doing in _PATIENT or beat.update <= beat.first + 1:
+        # The first steps may still compile, load libraries or tune kernels.
+        if beat.doing in _PATIENT or beat.step <= beat.first + 1:
             return max(self._hang, PATIENT_SECONDS)
-        times = self._seen[rank].update_seconds
-        return max(self._hang, UPDATES * statistics.median(times)) if times else self._hang
+        times = self._seen[rank].step_seconds
+        return max(self._hang, STEPS * statistics.median(times)) if times else self._hang
 
     def beat_of(self, rank: int) -> Beat | None:
         """Return the last beat of a process; None if it has none."""
         return self._seen[rank].beat
 
-    def update_of(self, rank: int) -> int | None:
-        """Return the update a process is at; None if it does not train."""
+    def step_of(self, rank: int) -> int | None:
+        """Return the step a process is at; None if it does not train."""
         beat = self._seen[rank].beat
-        return None if beat is None or beat.first < 0 else beat.update
+        return None if beat is None or beat.first < 0 else beat.step
 
-    def useful_until(self, update: int | None) -> float:
-        """Return the seconds of updates up to a saved one; of all updates for None."""
+    def useful_until(self, step: int | None) -> float:
+        """Return the seconds of steps up to a saved one; of all steps for None."""
         beat = self._seen[min(self._seen)].beat
-        if update is None:
+        if step is None:
             return 0.0 if beat is None else beat.useful
-        return max((s for saved, s in self._saves.items() if saved <= update), default=0.0)
+        return max((s for saved, s in self._saves.items() if saved <= step), default=0.0)
 
 
 def is_stopped(pid: int) -> bool:

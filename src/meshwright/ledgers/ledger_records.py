@@ -29,9 +29,9 @@ class Line(Frozen):
         kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
         module: the module they belong to.
         phase: forward, backward or update.
-        count: collectives per update.
-        payload_bytes: bytes of the exchanged arrays, per update.
-        sent_bytes: bytes each device sends, per update.
+        count: collectives per step.
+        payload_bytes: bytes of the exchanged arrays, per step.
+        sent_bytes: bytes each device sends, per step.
     """
 
     axes: list[str]
@@ -58,7 +58,7 @@ class Explanation(_Record):
     """Why a module sends more than the minimum.
 
     Attributes:
-        sent_bytes: bytes each device sends per update for this reason.
+        sent_bytes: bytes each device sends per step for this reason.
         reason: the reason.
     """
 
@@ -70,7 +70,7 @@ class ModuleLedger(Frozen):
     """What one module sends over one axis.
 
     Attributes:
-        sent_bytes: bytes each device sends per update.
+        sent_bytes: bytes each device sends per step.
         minimum_bytes: bytes the plan needs to send.
         kinds: bytes beyond the minimum by kind of collective, ``reduce`` being all-reduces and
             reduce-scatters; negative where less is sent.
@@ -87,7 +87,7 @@ class KindOverlap(_Record):
     """What collectives of one kind send over one axis in the program that runs.
 
     Attributes:
-        sent_bytes: bytes each device sends per update.
+        sent_bytes: bytes each device sends per step.
         overlapped_bytes: bytes of collectives during which the device computes products.
         overlapped: the share of these bytes.
     """
@@ -105,8 +105,8 @@ class NotOverlapped(_Record):
         kind: its kind.
         modules: the modules whose values it sends; several where the compiler has combined them.
         phase: forward, backward or update.
-        count: how often it runs per update.
-        sent_bytes: bytes each device sends, per update.
+        count: how often it runs per step.
+        sent_bytes: bytes each device sends, per step.
     """
 
     axes: list[str]
@@ -122,7 +122,7 @@ class AxisLedger(_Record):
 
     Attributes:
         size: devices along the axis.
-        sent_bytes: bytes each device sends over it per update; with pipeline stages, in the stage
+        sent_bytes: bytes each device sends over it per step; with pipeline stages, in the stage
             that sends most.
         minimum_bytes: bytes the plan needs to send.
         ratio: sent over minimum bytes; null if nothing needs to be sent.
@@ -159,7 +159,7 @@ class Ledger(Frozen):
     Attributes:
         mesh: axis sizes.
         ratio: sent over minimum bytes, over all axes; null if nothing needs to be sent.
-        sent_bytes: bytes each device sends per update; with pipeline stages, in the stage that
+        sent_bytes: bytes each device sends per step; with pipeline stages, in the stage that
             sends most.
         minimum_bytes: bytes the plan needs to send.
         axes: the ledger of each axis.
@@ -211,7 +211,7 @@ _FAMILIES = {
 def ledger_picture(ledger: Ledger) -> RenderableType:
     """Return what each axis sends, next to the minimum, and the largest collectives."""
     head = Text.assemble(
-        (describe_sizes(ledger.mesh), "bold"), ", bytes each device sends per update"
+        (describe_sizes(ledger.mesh), "bold"), ", bytes each device sends per step"
     )
     memory = (
         f"per device: {human_bytes(ledger.argument_bytes)} of state and batch, "

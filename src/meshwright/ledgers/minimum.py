@@ -1,4 +1,4 @@
-"""The theoretical minimum: what a plan has to send per update, by its placed weights and events.
+"""The theoretical minimum: what a plan has to send per step, by its placed weights and events.
 
 The ledger compares it with a compiled step, and the planner estimates times from it.
 """
@@ -33,7 +33,7 @@ class Needed(NamedTuple):
         axis: the mesh axis.
         kind: such as all-gather.
         nbytes: bytes of the whole array that is exchanged.
-        times: how often per update.
+        times: how often per step.
         devices: devices along the axis.
         module: the module they belong to; empty if they belong to none.
     """
@@ -47,12 +47,12 @@ class Needed(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes each device sends per update."""
+        """Bytes each device sends per step."""
         return self.times * ring_bytes(self.kind, self.nbytes, self.devices)
 
 
 class Stage(NamedTuple):
-    """What one pipeline stage runs and sends per update.
+    """What one pipeline stage runs and sends per step.
 
     Attributes:
         blocks: the share of the blocks that it has.
@@ -109,7 +109,7 @@ def _outside_of_stages(weight: PlacedWeight, plan: Plan, stage: Stage) -> Iterat
     for part in weight.parts:
         runs = int(stage.runs(part, batch.gradient_accumulation_steps))
         yield from _gather(weight, plan, runs)
-        # Sums of an update cross the stages first, where each keeps its part.
+        # Sums of a step cross the stages first, where each keeps its part.
         parts = stages if every > 1 and weight.on_pipe else 1
         yield from _reduction(weight._replace(nbytes=weight.nbytes / parts), plan, runs // every)
     shard = weight.nbytes / (plan.size("fsdp") if weight.on_fsdp else 1)
@@ -123,7 +123,7 @@ def _outside_of_stages(weight: PlacedWeight, plan: Plan, stage: Stage) -> Iterat
 
 
 def _gather(weight: PlacedWeight, plan: Plan, times: int) -> Iterator[Needed]:
-    """Yield the gathers of a weight that is sharded between updates."""
+    """Yield the gathers of a weight that is sharded between steps."""
     if weight.on_fsdp and plan.sharding.zero == 3:
         width = 1 if COMPUTE_DTYPES[plan.precision] is None else 0.5
         nbytes, fsdp = weight.nbytes * width, plan.size("fsdp")
@@ -170,7 +170,7 @@ def event_needs(
 
 
 def needed_by_stage(assembled: Assembled, counts: OpCounts | None) -> list[list[Needed]]:
-    """Return what each pipeline stage needs to send per update; one list without stages.
+    """Return what each pipeline stage needs to send per step; one list without stages.
 
     Args:
         assembled: the step.

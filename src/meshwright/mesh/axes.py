@@ -56,7 +56,7 @@ MESH_AXES = {
             splits_batch=True,
             shards_model=False,
             remedy=lambda: (
-                f"more samples per update: {Setting('training.micro_batch_size')}, or "
+                f"more samples per step: {Setting('training.micro_batch_size')}, or "
                 f"{Setting('training.gradient_accumulation_steps')} with "
                 f"{Setting('training.sync_gradients_every')}"
             ),

@@ -80,7 +80,7 @@ def pipelined_loss(
         mesh: the mesh.
         remat: what blocks save for their backward pass.
         wide: compute in float64, for proofs.
-        per_device: the loss of one device's samples, if gradients are reduced once per update.
+        per_device: the loss of one device's samples, if gradients are reduced once per step.
     """
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     schedule.shape(plan.num_microbatches, plan.size(PIPE))

@@ -1,4 +1,4 @@
-"""Where the time of an update goes: a profiler trace, read back and explained."""
+"""Where the time of a step goes: a profiler trace, read back and explained."""
 
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
 from meshwright.profile.profiler import NoProfiling, Profiler, Profiling

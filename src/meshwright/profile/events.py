@@ -125,7 +125,7 @@ def read_planes(planes: Iterable[Any]) -> Trace:
     if not events:
         raise EnvironmentProblem(
             "the trace contains no operation of a device",
-            fix="profile at least one update, with devices JAX can trace",
+            fix="profile at least one step, with devices JAX can trace",
         )
     whole = min(event.start for event in events), max(event.end for event in events)
     window = marks[-1] if marks else whole

@@ -1,4 +1,4 @@
-"""A profile: the time of an update by device, activity and collective, and what to try."""
+"""A profile: the time of a step by device, activity and collective, and what to try."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from meshwright.errors import Setting, Spelling, current_spelling
 from meshwright.mesh.axes import AXES, MESH_AXES
+from meshwright.runtime.other_names import formerly
 
 SHARES = ("compute", "communication", "input_wait", "idle")
 
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Seconds of one device over all profiled updates.
+    """Seconds of one device over all profiled steps.
 
     Attributes:
         device: JAX's number of the device.
@@ -33,16 +34,16 @@ class DeviceTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Collectives of one axis, kind and module, in one update of one device.
+    """Collectives of one axis, kind and module, in one step of one device.
 
     Attributes:
         axes: the mesh axes; empty if they are not known.
         kind: all-gather, all-reduce, …
         module: the module they belong to.
-        count: collectives per update.
-        seconds: time per update.
+        count: collectives per step.
+        seconds: time per step.
         exposed_seconds: the part of that time without compute.
-        bytes: bytes a device sends per update; None if not known.
+        bytes: bytes a device sends per step; None if not known.
     """
 
     axes: tuple[str, ...]
@@ -67,25 +68,27 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a few updates went.
+    """Where the time of a few steps went.
 
     Attributes:
-        updates: number of profiled updates.
-        seconds_per_update: wall time of one update.
+        steps: number of profiled steps.
+        seconds_per_step: wall time of one step.
         devices: times of each device, in all processes.
         collectives: times of collectives, longest first.
-        input_wait_seconds: time the loop waited for data, over all updates.
+        input_wait_seconds: time the loop waited for data, over all steps.
         platform: cpu, gpu or tpu.
         trace: the folder of the trace.
     """
 
-    updates: int
-    seconds_per_update: float
+    steps: int
+    seconds_per_step: float
     devices: tuple[DeviceTime, ...]
     collectives: tuple[CollectiveTime, ...]
     input_wait_seconds: float = 0.0
     platform: str = "cpu"
     trace: str = ""
+    updates = formerly("steps")
+    seconds_per_update = formerly("seconds_per_step")
 
     @property
     def shares(self) -> dict[str, float]:
@@ -93,7 +96,7 @@ class Profile:
 
         Waiting for data counts only while devices are idle: otherwise it costs nothing.
         """
-        wall = self.updates * self.seconds_per_update
+        wall = self.steps * self.seconds_per_step
         compute = _mean([device.compute for device in self.devices]) / wall
         communication = _mean([device.communication for device in self.devices]) / wall
         free = max(0.0, 1.0 - compute - communication)
@@ -104,7 +107,7 @@ class Profile:
     @property
     def hidden_communication(self) -> float:
         """The share of the wall time in which communication overlapped with compute."""
-        wall = self.updates * self.seconds_per_update
+        wall = self.steps * self.seconds_per_step
         return _mean([device.hidden for device in self.devices]) / wall
 
     @property
@@ -119,7 +122,7 @@ class Profile:
         exposed: dict[tuple[str, ...], float] = {}
         for collective in self.collectives:
             exposed[collective.axes] = exposed.get(collective.axes, 0.0) + (
-                collective.exposed_seconds / self.seconds_per_update
+                collective.exposed_seconds / self.seconds_per_step
             )
         return advise(
             self.shares, exposed, load_balance=self.load_balance, virtual=self.platform == "cpu"
@@ -128,8 +131,8 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """Return the content of profile.json."""
         return {
-            "updates": self.updates,
-            "seconds_per_update": self.seconds_per_update,
+            "steps": self.steps,
+            "seconds_per_step": self.seconds_per_step,
             "shares": self.shares,
             "hidden_communication": self.hidden_communication,
             "load_balance": self.load_balance,

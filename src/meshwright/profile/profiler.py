@@ -1,4 +1,4 @@
-"""JAX's profiler around whole updates, by hand or once during training."""
+"""JAX's profiler around whole steps, by hand or once during training."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from meshwright.processes import process_count, process_index
 from meshwright.profile.events import MARK
 from meshwright.profile.profile import Profile
 from meshwright.profile.trace_times import read_profile
+from meshwright.runtime.other_names import also_called, formerly
 
 
 class Profiler:
-    """Records a few updates.
+    """Records a few steps.
 
     Each process records its own devices; several processes use one folder each.
 
     Args:
         folder: where the trace goes, replacing an older one.
-        updates: number of updates between start and stop.
+        steps: number of steps between start and stop.
 
     Attributes:
         trace: the folder of this process's trace.
     """
 
-    def __init__(self, folder: Path, updates: int = 5) -> None:
-        self.updates = updates
+    updates = formerly("steps")
+
+    @also_called(updates="steps")
+    def __init__(self, folder: Path, steps: int = 5) -> None:
+        self.steps = steps
         self.trace = folder / f"process_{process_index()}" if process_count() > 1 else folder
         self._mark: Any = None
         try:
@@ -44,10 +48,10 @@ class Profiler:
             ) from error
 
     def start(self, pending: Any = None) -> None:
-        """Start once the devices have computed ``pending``, the results of earlier updates."""
+        """Start once the devices have computed ``pending``, the results of earlier steps."""
         jax.block_until_ready(pending)
         options = jax.profiler.ProfileOptions()
-        # Tracing every Python call would slow the updates down.
+        # Tracing every Python call would slow the steps down.
         options.python_tracer_level = 0
         shutil.rmtree(self.trace / "plugins", ignore_errors=True)
         jax.profiler.start_trace(self.trace, profiler_options=options)
@@ -55,21 +59,21 @@ class Profiler:
         self._mark.__enter__()
 
     def stop(self, pending: Any = None) -> None:
-        """Stop once the devices have computed ``pending``, the results of the last update."""
+        """Stop once the devices have computed ``pending``, the results of the last step."""
         jax.block_until_ready(pending)
         self._mark.__exit__(None, None, None)
         jax.profiler.stop_trace()
 
 
 WARM_UP = 2
-"""Updates before the profile, which include one-time work."""
+"""Steps before the profile, which include one-time work."""
 
 
 class NoProfiling:
     """Profiles nothing."""
 
     def after(self, pending: Any, waited: float) -> Profile | None:
-        """Note that an update was dispatched."""
+        """Note that a step was dispatched."""
         del pending, waited
         return None
 
@@ -78,46 +82,46 @@ class NoProfiling:
 
 
 class Profiling(NoProfiling):
-    """Profiles a few updates of a loop.
+    """Profiles a few steps of a loop.
 
     Args:
         folder: where the trace goes.
-        mesh: the mesh of the updates.
+        mesh: the mesh of the steps.
         program: returns the optimized HLO text of the step; None if there is none.
-        updates: number of updates to profile.
+        steps: number of steps to profile.
     """
 
     def __init__(
-        self, folder: Path, mesh: Mesh, program: Callable[[], str | None], *, updates: int = 5
+        self, folder: Path, mesh: Mesh, program: Callable[[], str | None], *, steps: int = 5
     ) -> None:
-        self._profiler = Profiler(folder, updates)
+        self._profiler = Profiler(folder, steps)
         self._mesh, self._program = mesh, program
         self._seen = 0
         self._waited = 0.0
 
     def after(self, pending: Any, waited: float) -> Profile | None:
-        """Note that an update was dispatched; return the profile once it is complete.
+        """Note that a step was dispatched; return the profile once it is complete.
 
         Args:
-            pending: results of the update, which the start and end of the profile wait for.
+            pending: results of the step, which the start and end of the profile wait for.
             waited: seconds the loop has waited for data so far.
         """
         self._seen += 1
         if self._seen == WARM_UP:
             self._profiler.start(pending)
             self._waited = waited
-        if self._seen != WARM_UP + self._profiler.updates:
+        if self._seen != WARM_UP + self._profiler.steps:
             return None
         self._profiler.stop(pending)
         return read_profile(
             self._profiler.trace,
             self._mesh,
             self._program(),
-            updates=self._profiler.updates,
+            steps=self._profiler.steps,
             input_wait_seconds=waited - self._waited,
         )
 
     def close(self) -> None:
         """Note that the loop has ended; an incomplete profile is discarded."""
-        if WARM_UP <= self._seen < WARM_UP + self._profiler.updates:
+        if WARM_UP <= self._seen < WARM_UP + self._profiler.steps:
             self._profiler.stop()

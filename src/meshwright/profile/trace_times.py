@@ -25,27 +25,29 @@ from meshwright.profile.events import (
     subtract,
 )
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
+from meshwright.runtime.other_names import also_called
 
 _SECONDS = 1e-9
 """Times in a trace are in nanoseconds."""
 
 
+@also_called(updates="steps")
 def read_profile(
     trace: Path,
     mesh: Mesh,
     program: str | None,
     *,
-    updates: int,
+    steps: int,
     input_wait_seconds: float = 0.0,
 ) -> Profile:
     """Read what `Profiler` recorded; with several processes, each must call this.
 
     Args:
         trace: the folder of this process's trace.
-        mesh: the mesh of the updates.
+        mesh: the mesh of the steps.
         program: the optimized HLO text of the step, ``compiled.as_text()``; without it, axes and
             modules are not known.
-        updates: number of updates between start and stop.
+        steps: number of steps between start and stop.
         input_wait_seconds: how long the loop waited for data in that time.
     """
     recorded = read_trace(trace)
@@ -59,10 +61,10 @@ def read_profile(
     gathered = processes.gather(local)
     devices = [DeviceTime(**time) for process in gathered for time in process["devices"]]
     return Profile(
-        updates=updates,
-        seconds_per_update=max(process["wall"] for process in gathered) * _SECONDS / updates,
+        steps=steps,
+        seconds_per_step=max(process["wall"] for process in gathered) * _SECONDS / steps,
         devices=tuple(sorted(devices, key=lambda time: time.device)),
-        collectives=tuple(collective_times(found, updates * max(len(times), 1))),
+        collectives=tuple(collective_times(found, steps * max(len(times), 1))),
         input_wait_seconds=max(process["waited"] for process in gathered),
         platform=mesh.devices.flat[0].platform,
         trace=str(trace),
@@ -87,8 +89,8 @@ def collective_times(found: Sequence[CollectiveRun], runs: int) -> list[Collecti
     """Return the times of collectives by axis, kind and module, the longest first.
 
     Args:
-        found: every run of a collective, over all updates and local devices.
-        runs: updates times local devices.
+        found: every run of a collective, over all steps and local devices.
+        runs: steps times local devices.
     """
     groups: dict[tuple[tuple[str, ...], str, str | None], list[CollectiveRun]] = defaultdict(list)
     for run in found:

@@ -21,14 +21,14 @@ class Comparison(Frozen):
         what: loss, metrics, gradients, parameters, state or initial values.
         equal: whether every difference is within its tolerance.
         tolerance: the largest difference allowed for the leaf that is named.
-        worst: the leaf or update with the largest difference.
+        worst: the leaf or step with the largest difference.
         difference: the largest difference; null if it is not finite.
-        first_different: the first leaf or update beyond the tolerance; null if there is none.
+        first_different: the first leaf or step beyond the tolerance; null if there is none.
         first_difference: its difference; null if there is none or if it is not finite.
         how: what was compared with what, and relative to what.
         measured: whether a tolerance is larger because small changes of this model's inputs change
             its results more than usual.
-        not_judged: leaves or updates that rounding alone changes by a tenth or more, so that they
+        not_judged: leaves or steps that rounding alone changes by a tenth or more, so that they
             are not compared.
     """
 
@@ -73,22 +73,22 @@ class Certificate(Frozen):
         equal: whether every comparison is within its tolerance.
         mesh: axis sizes; empty for one device.
         plan: the whole plan.
-        steps: number of updates compared in float64.
+        steps: number of steps compared in float64.
         parameters: number of trained parameters.
         float64: one device against the mesh, all floats being float64: loss and metrics of
-            every update, the gradients of the first update, and the parameters and other state of
+            every step, the gradients of the first step, and the parameters and other state of
             the model after the last.
         null_leaves: leaves whose true gradient is zero, so that the computed one is rounding
             noise. They are compared relative to the global norm, and both optimizers get zeros
             for them.
         null_parts: how many elements have a true gradient of zero in leaves of which others do
             not, such as the keys in a fused bias. Both optimizers get zeros for them.
-        own_precision: the mesh in the precision of the plan, update by update. One device starts
-            each update from the mesh's own values: initial values, loss, gradients, state, and the
+        own_precision: the mesh in the precision of the plan, step by step. One device starts
+            each step from the mesh's own values: initial values, loss, gradients, state, and the
             parameters that the optimizer makes of the mesh's gradients.
         as_written: the float64 reference against the loss as its author wrote it, run on one
             device by `nnx.jit` and `nnx.value_and_grad` in float32: loss, gradients and state of
-            the first update.
+            the first step.
         not_compared: what cannot be compared for this model or optimizer, and why.
         kernels: which parts of the program run as kernels, and why others run as written. In
             float64, their equivalents for any device are compared with the program as written; in
@@ -156,10 +156,10 @@ class Certificate(Frozen):
 
     def _sections(self) -> list[tuple[str, list[Comparison]]]:
         """Return the comparisons in groups, each with a title."""
-        updates = counted(self.steps, "update")
+        steps = counted(self.steps, "step")
         return [
-            (f"float64, {updates} of {self.parameters:,} parameters", self.float64),
-            (f"precision {self.plan['precision']}, {updates}, one by one", self.own_precision),
+            (f"float64, {steps} of {self.parameters:,} parameters", self.float64),
+            (f"precision {self.plan['precision']}, {steps}, one by one", self.own_precision),
             ("the loss as written, float32, one device", self.as_written),
         ]
 

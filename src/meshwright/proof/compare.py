@@ -25,13 +25,13 @@ class ObservedRun:
     """Losses, gradients and final values of a training run.
 
     Attributes:
-        losses: the mean loss of every update.
-        gradients: gradients of the first update, before clipping.
-        parameters: parameters after the last update, or as one call of the loss leaves them.
-        state: the model's other leaves after the last update.
-        withheld: elements whose gradient was rounding noise in every update; the optimizer got
+        losses: the mean loss of every step.
+        gradients: gradients of the first step, before clipping.
+        parameters: parameters after the last step, or as one call of the loss leaves them.
+        state: the model's other leaves after the last step.
+        withheld: elements whose gradient was rounding noise in every step; the optimizer got
             zeros for them.
-        metrics: the metrics of every update: those of the loss, and the norm of the gradients.
+        metrics: the metrics of every step: those of the loss, and the norm of the gradients.
         written: paths of the parameters that the model writes to in its call.
     """
 
@@ -61,7 +61,7 @@ UNJUDGEABLE = 0.1
 """A value that rounding alone changes by this much says nothing about a mesh."""
 
 Gaps = Mapping[str, float]
-"""By leaf, or by update, how far two values are apart, relative to their size."""
+"""By leaf, or by step, how far two values are apart, relative to their size."""
 
 
 def global_norm(leaves: Leaves) -> float:
@@ -124,14 +124,14 @@ def rough_gaps(
 
 
 def loss_gaps(expected: Sequence[float], actual: Sequence[float]) -> Gaps:
-    """Return the error of each update's loss, relative to its expected value."""
-    return exact_gaps(_by_update(expected), _by_update(actual))
+    """Return the error of each step's loss, relative to its expected value."""
+    return exact_gaps(_by_step(expected), _by_step(actual))
 
 
 def metric_gaps(
     expected: Sequence[Mapping[str, float]], actual: Sequence[Mapping[str, float]]
 ) -> Gaps:
-    """Return the error of each metric, relative to its largest value in any update.
+    """Return the error of each metric, relative to its largest value in any step.
 
     A metric may be undefined for a batch, such as the mean of nothing: where both are not finite,
     they are equal.
@@ -140,15 +140,15 @@ def metric_gaps(
         return {}
     names = list(expected[0])
     runs = [
-        np.array([[update[name] for update in run] for name in names]) for run in (expected, actual)
+        np.array([[step[name] for step in run] for name in names]) for run in (expected, actual)
     ]
     undefined = ~np.isfinite(runs[0]) & ~np.isfinite(runs[1])
     rows = [dict(zip(names, np.where(undefined, 0.0, run), strict=True)) for run in runs]
     return exact_gaps(*rows)
 
 
-def _by_update(losses: Sequence[float]) -> Leaves:
-    return {f"update {number}": np.asarray(loss) for number, loss in enumerate(losses, start=1)}
+def _by_step(losses: Sequence[float]) -> Leaves:
+    return {f"step {number}": np.asarray(loss) for number, loss in enumerate(losses, start=1)}
 
 
 def worst_of(parts: Iterable[Gaps]) -> Gaps:

@@ -18,7 +18,7 @@ from meshwright.step.train_step import Metrics
 
 
 class RecordedGradients(NamedTuple):
-    """The state of `recording_gradients`: the gradients of the latest update.
+    """The state of `recording_gradients`: the gradients of the latest step.
 
     ``params`` are the parameters it started from; None if they are not recorded.
     """
@@ -37,11 +37,11 @@ def recording_gradients(
     *,
     params_too: bool = False,
 ) -> optax.GradientTransformation:
-    """Return the optimizer with the gradients of each update recorded in its state.
+    """Return the optimizer with the gradients of each step recorded in its state.
 
     They are the gradients that the compiled step itself passed to its optimizer. Elements of
     ``withheld`` are recorded as well, but the optimizer gets zeros. ``params_too`` also records the
-    parameters that it updates, which differ from those before the update if the model writes to
+    parameters that it updates, which differ from those before the step if the model writes to
     them.
     """
 
@@ -58,8 +58,8 @@ def recording_gradients(
 
 
 @dataclass(frozen=True)
-class MeshUpdate:
-    """One update on the mesh.
+class MeshStep:
+    """One step on the mesh.
 
     Attributes:
         before: the model's leaves before it, by canonical path.
@@ -82,21 +82,21 @@ class MeshUpdate:
     metrics: Mapping[str, float]
 
 
-def updates_on_mesh(
+def steps_on_mesh(
     assembled: Assembled,
     state: TrainState,
     batches: Sequence[Sequence[Any]],
     clip_norm: float | None,
-) -> Iterator[MeshUpdate]:
+) -> Iterator[MeshStep]:
     """Train with a step whose optimizer is from `recording_gradients`; the state is donated."""
     before = canonical_values(assembled, state)
     for batch in batches:
-        state, metrics, scale = _update(assembled, state, batch)
+        state, metrics, scale = _step(assembled, state, batch)
         clipped = recorded(assembled, state, _GRADIENTS)
         start = recorded(assembled, state, _PARAMS) or {path: before[path] for path in clipped}
         factor = _clip_factor(float(metrics["grad_norm"]), clip_norm)
         after = canonical_values(assembled, state)
-        yield MeshUpdate(
+        yield MeshStep(
             before,
             after,
             start,
@@ -115,16 +115,16 @@ def train_on_mesh(
     batches: Sequence[Sequence[Any]],
     clip_norm: float | None,
 ) -> ObservedRun:
-    """Train like `updates_on_mesh`, and return the first gradients and the last values."""
-    updates = list(updates_on_mesh(assembled, state, batches, clip_norm))
+    """Train like `steps_on_mesh`, and return the first gradients and the last values."""
+    steps = list(steps_on_mesh(assembled, state, batches, clip_norm))
     trained = {leaf.path for leaf in assembled.traced.layout.leaves if leaf.role == "param"}
-    values = updates[-1].after
+    values = steps[-1].after
     return ObservedRun(
-        [update.loss for update in updates],
-        updates[0].gradients,
+        [step.loss for step in steps],
+        steps[0].gradients,
         parameters={path: value for path, value in values.items() if path in trained},
         state={path: value for path, value in values.items() if path not in trained},
-        metrics=[update.metrics for update in updates],
+        metrics=[step.metrics for step in steps],
     )
 
 
@@ -139,7 +139,7 @@ def canonical_values(assembled: Assembled, state: TrainState) -> Leaves:
 
 
 def recorded(assembled: Assembled, state: TrainState, prefix: str = _GRADIENTS) -> Leaves:
-    """Return what was recorded of the latest update by canonical path; empty if nothing was."""
+    """Return what was recorded of the latest step by canonical path; empty if nothing was."""
     layout = assembled.traced.layout
     pairs = zip(assembled.step.optimizer.leaves, state.optimizer, strict=True)
     found = fetch({leaf.path: value for leaf, value in pairs if leaf.path.startswith(prefix)})
@@ -154,12 +154,12 @@ def recorded(assembled: Assembled, state: TrainState, prefix: str = _GRADIENTS) 
     return values
 
 
-def _update(
+def _step(
     assembled: Assembled, state: TrainState, batch: Sequence[Any]
 ) -> tuple[TrainState, Metrics, float]:
-    """Run one update and return the loss scale it used.
+    """Run one step and return the loss scale it used.
 
-    fp16 starts with a large scale. An update whose gradients overflow only halves it, so the update
+    fp16 starts with a large scale. A step whose gradients overflow only halves it, so the step
     is repeated until it succeeds.
     """
     placed = assembled.put_batch(batch)

@@ -14,14 +14,14 @@ from meshwright.proof.compare import NULL_GRADIENT, Leaves, Masks, global_norm
 
 
 class NoiseMasks:
-    """Which elements of the gradients were noise in every update seen so far."""
+    """Which elements of the gradients were noise in every step seen so far."""
 
     def __init__(self) -> None:
         self._null: dict[str, np.ndarray[Any, Any]] = {}
         self._moved: dict[str, np.ndarray[Any, Any]] = {}
 
     def add(self, gradients: Leaves) -> None:
-        """Add the gradients of an update."""
+        """Add the gradients of a step."""
         limit = NULL_GRADIENT * global_norm(gradients)
         for path, gradient in gradients.items():
             null, moved = np.abs(gradient) <= limit, gradient != 0

@@ -135,10 +135,10 @@ class Reference:
         default_factory=list["tuple[Any, _BatchGradient]"], init=False
     )
 
-    def first_update(
+    def first_step(
         self, values: Sequence[Any], batch: Sequence[Any], loss_scale: float = 1.0
     ) -> ObservedRun:
-        """Return loss, gradients and state after one batch, without an update."""
+        """Return loss, gradients and state after one batch, without the optimizer."""
         found = self._first_gradient(values, batch, loss_scale)
         return ObservedRun(
             [found.loss],
@@ -156,7 +156,7 @@ class Reference:
             if known_values is values and known_batch is batch and known_scale == scale:
                 return found
         found = self._batch_gradient(*self._split(values), batch, scale)
-        # The first one only: updates that are compared one by one start from new values.
+        # The first one only: steps that are compared one by one start from new values.
         if not self._first:
             self._first.append(((values, batch, scale), found))
         return found
@@ -172,19 +172,19 @@ class Reference:
         """Train from these leaf values on these batches.
 
         Gradients that are rounding noise are withheld from the optimizer: those of ``withheld``, or
-        those that are noise in every update.
+        those that are noise in every step.
         """
         if withheld is not None:
             return self._train(values, batches, update, clip_norm, withheld)[0]
         noise = NoiseMasks()
-        noise.add(self.first_update(values, batches[0]).gradients)
+        noise.add(self.first_step(values, batches[0]).gradients)
         withheld = noise.masks()
         while True:
             run, noise = self._train(values, batches, update, clip_norm, withheld)
             masks = noise.masks()
             if within(withheld, masks):
                 return run
-            # Behind weights that start at zero, a gradient is zero only in the first update.
+            # Behind weights that start at zero, a gradient is zero only in the first step.
             withheld = {
                 path: mask & withheld[path] for path, mask in masks.items() if path in withheld
             }
@@ -197,7 +197,7 @@ class Reference:
         clip_norm: float | None,
         withheld: Masks,
     ) -> tuple[ObservedRun, NoiseMasks]:
-        """Train with some gradients withheld; also return what was noise in every update."""
+        """Train with some gradients withheld; also return what was noise in every step."""
         params, state = self._split(values)
         moments = update.init(params)
         found: list[_BatchGradient] = []

@@ -55,14 +55,14 @@ from meshwright.proof.losses import (
     taken_by_nnx_jit,
     traced_gradient,
 )
-from meshwright.proof.mesh_run import recording_gradients, train_on_mesh, updates_on_mesh
+from meshwright.proof.mesh_run import recording_gradients, steps_on_mesh, train_on_mesh
 from meshwright.proof.nulls import masks_of_step, null_parts
 from meshwright.proof.reference import OptaxUpdate, Reference
 from meshwright.proof.rounding import Rounding, random_draws, rounding_of
-from meshwright.proof.update_by_update import (
-    ComparedUpdate,
+from meshwright.proof.step_by_step import (
+    ComparedStep,
     OwnPrecision,
-    compare_updates,
+    compare_steps,
     perturbed,
     widened,
 )
@@ -76,7 +76,7 @@ FLOAT64_TOLERANCE = 1e-10
 FLOAT64_UNIT, FLOAT32_UNIT = 2.0**-53, 2.0**-24
 
 HOW_FLOAT64 = "the mesh against one device, relative to each leaf's largest value"
-HOW_WRITTEN = "one device in float32 against the float64 reference of the first update"
+HOW_WRITTEN = "one device in float32 against the float64 reference of the first step"
 
 INITIAL_TOLERANCE = 1e-5
 """For float32 values. The same random numbers are drawn everywhere, but what is computed from them
@@ -113,9 +113,9 @@ def verify(
         model: builds the model from `nnx.Rngs`.
         loss: ``loss(model, batch)``.
         plan: the plan to verify.
-        batches: returns the global batch of an update, given its number.
+        batches: returns the global batch of a step, given its number.
         optimizer: any optax transformation; AdamW by default.
-        steps: updates to compare in float64.
+        steps: steps to compare in float64.
         clip_norm: largest global gradient norm.
         seed: seed of the initialization.
         trainable: NNX filter of what is trained.
@@ -127,7 +127,7 @@ def verify(
     check_takes("model", model, ("rngs",))
     check_loss(loss)
     check_kind("plan", plan, Plan, "write an mw.Plan")
-    check_takes("batches", batches, ("update",))
+    check_takes("batches", batches, ("step",))
     check_optimizer(optimizer)
     check_count("steps", steps)
     check_clip_norm(clip_norm)
@@ -178,9 +178,9 @@ class _Proof:
         traced_in_float32: the same without the plan's half precision.
         written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not accept
             the model.
-        flops: floating-point operations of all updates together.
+        flops: floating-point operations of all steps together.
         initial_values: the model's initial leaf values, created on one device.
-        batches: the global batch of every update.
+        batches: the global batch of every step.
         optimizer: the user's optimizer.
         clip_norm: largest global gradient norm.
         seed: seed of the initialization.
@@ -336,14 +336,14 @@ class _Proof:
         ]
 
     def own_precision(self) -> list[Comparison]:
-        """Compare initial values, and every update, as the plan computes."""
+        """Compare initial values, and every step, as the plan computes."""
         state = self.assembled.init(self.seed, quickly=True)
-        updates = list(updates_on_mesh(self.assembled, state, self.leaves, self.clip_norm))
+        steps = list(steps_on_mesh(self.assembled, state, self.leaves, self.clip_norm))
         paths = [leaf.path for leaf in self.traced.leaves]
         on_one_device = fetch(dict(zip(paths, self.initial_values, strict=True)))
         initial = judge(
             "initial values",
-            exact_gaps(on_one_device, updates[0].before),
+            exact_gaps(on_one_device, steps[0].before),
             INITIAL_TOLERANCE,
             how="the mesh against one device, relative to each leaf's largest value",
         )
@@ -356,7 +356,7 @@ class _Proof:
             self.rounding(self.traced),
             self.initial_values,
         )
-        return [initial, *own.compare(updates, self.leaves)]
+        return [initial, *own.compare(steps, self.leaves)]
 
     def as_written(self) -> list[Comparison]:
         """Compare the reference with the loss as its author wrote it, called without tracing."""
@@ -368,14 +368,14 @@ class _Proof:
             wide = self.traced_reference(traced, wide=True)
         values, batch = self.initial_values, self.leaves[0]
         with jax.enable_x64(True):
-            exact = wide.first_update(self.wide_values, batch)
-        actual = self.plain.first_update(values, batch)
+            exact = wide.first_step(self.wide_values, batch)
+        actual = self.plain.first_step(values, batch)
 
         def in_float32() -> ObservedRun:
-            return self.traced_reference(traced, wide=False).first_update(values, batch)
+            return self.traced_reference(traced, wide=False).first_step(values, batch)
 
-        update = ComparedUpdate(values, batch, exact, actual, wide, in_float32)
-        return compare_updates([update], self.rounding(traced, casts=True), HOW_WRITTEN)
+        step = ComparedStep(values, batch, exact, actual, wide, in_float32)
+        return compare_steps([step], self.rounding(traced, casts=True), HOW_WRITTEN)
 
     def rounding(self, traced: TracedLoss, *, casts: bool = False) -> Rounding:
         platform = self.assembled.mesh.devices.flat[0].platform

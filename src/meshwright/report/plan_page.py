@@ -28,7 +28,7 @@ from meshwright.runtime.versions import own_version
 from meshwright.text.units import counted, human_bytes, human_count, human_seconds
 
 _ASSETS = Path(__file__).parent / "assets"
-_TILES = ("parameters", "global batch", "update", "MFU", "memory", "communication")
+_TILES = ("parameters", "global batch", "step", "MFU", "memory", "communication")
 _NO_COLUMNS = ("idle", "communication")
 """Left out of the table of plans: the drawing of their times shows it."""
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -42,7 +42,7 @@ def plan_page(report: PlanReport) -> str:
         ("Decision", _decision(report)),
         ("Plans", _table(in_columns(row, _NO_COLUMNS) for row in plan_rows(report))),
         ("Memory of a device", _memory(report.result.plans, limit)),
-        ("Time of an update", _times(report.result.plans)),
+        ("Time of a step", _times(report.result.plans)),
         ("Mesh", f'<div class="plan-drawing">{_mesh(report.best)}</div>'),
         ("Scaling", _scaling(report)),
         ("Budget", _list([str(report.budget)] if report.budget else [])),

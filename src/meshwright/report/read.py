@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from meshwright.errors import UserError
+from meshwright.runtime.other_names import with_current_keys
 from meshwright.runtime.versions import own_version
 from meshwright.text.json_text import finite, flatten, parse_json
 from meshwright.text.masking import mask_tree, mask_value
@@ -105,10 +106,10 @@ def read_run(folder: Path) -> dict[str, Any]:
 def read_curves(path: Path) -> list[dict[str, Any]]:
     """Return the curves of metrics.jsonl: split, metric, number of values, points to draw."""
     curves: dict[tuple[str, str], Points] = {}
-    for (split, update), values in read_metrics(path).items():
+    for (split, step), values in read_metrics(path).items():
         for name, value in values.items():
             if _is_value(value):
-                curves.setdefault((split, name), []).append((update, value))
+                curves.setdefault((split, name), []).append((step, value))
     return [
         {"split": split, "metric": name, "count": len(points), "points": downsample(points)}
         for (split, name), points in curves.items()
@@ -171,9 +172,10 @@ def _masked(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _json(path: Path) -> Any:
     try:
-        return parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except OSError:
         return None
+    return with_current_keys(value) if isinstance(value, dict) else value
 
 
 _ASSETS = Path(__file__).parent / "assets"

@@ -28,7 +28,7 @@ class EarlierAttempts:
     Attributes:
         count: how many there were.
         started: when the launcher started, in seconds since 1970; None without a launcher.
-        useful: seconds of their updates whose results were kept.
+        useful: seconds of their steps whose results were kept.
         run_dir: the run folder; empty if none was known.
         failure: how the last one failed; empty if there was none.
     """
@@ -55,10 +55,10 @@ class EarlierAttempts:
         return Path(self.run_dir) if self.run_dir else None
 
     def goodput(self, useful: float, seconds: float) -> float:
-        """Return the share of the time since the launcher started that was spent on updates kept.
+        """Return the share of the time since the launcher started that was spent on steps kept.
 
         Args:
-            useful: seconds of this attempt's updates.
+            useful: seconds of this attempt's steps.
             seconds: seconds since the attempt began, which count without a launcher.
         """
         wall = seconds if self.started is None else time.time() - self.started

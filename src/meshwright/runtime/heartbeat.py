@@ -43,7 +43,7 @@ class Doing(IntEnum):
     COMPILING = 1, "compiling"
     INPUT = 2, "waiting for input"
     TRAINING = 3, "training"
-    DISPATCHING = 4, "starting an update"
+    DISPATCHING = 4, "starting a step"
     WAITING = 5, "waiting for the devices"
     CALLBACKS = 6, "logging and callbacks"
     EVALUATING = 7, "evaluating"
@@ -51,7 +51,7 @@ class Doing(IntEnum):
     ENDED = 9, "done"
 
 
-_OF_UPDATES = (
+_OF_STEPS = (
     Doing.INPUT,
     Doing.TRAINING,
     Doing.DISPATCHING,
@@ -69,17 +69,17 @@ class Beat:
     Attributes:
         count: marks so far; processes of one run make the same marks in the same order.
         doing: what the process is doing.
-        update: the update it is at, or the last one.
-        first: the update after which it began to train; -1 before.
-        saved: the update whose state was last handed over to be saved; -1 before.
-        saved_useful: seconds of updates up to then.
+        step: the step it is at, or the last one.
+        first: the step after which it began to train; -1 before.
+        saved: the step whose state was last handed over to be saved; -1 before.
+        saved_useful: seconds of steps up to then.
         time: when the last mark was made, by the clock of the machine.
         seconds: the time spent on each kind of work.
     """
 
     count: int = 0
     doing: Doing = Doing.STARTING
-    update: int = 0
+    step: int = 0
     first: int = -1
     saved: int = -1
     saved_useful: float = 0.0
@@ -88,24 +88,24 @@ class Beat:
 
     @property
     def useful(self) -> float:
-        """Seconds spent on updates."""
-        return sum(self.seconds[doing] for doing in _OF_UPDATES)
+        """Seconds spent on steps."""
+        return sum(self.seconds[doing] for doing in _OF_STEPS)
 
     @property
     def own_work(self) -> float:
-        """Seconds of updates in which the process worked itself, and waited for nothing."""
+        """Seconds of steps in which the process worked itself, and waited for nothing."""
         return self.seconds[Doing.TRAINING] + self.seconds[Doing.CALLBACKS]
 
     @property
     def input_wait(self) -> float:
-        """Seconds of updates in which the process waited for its data."""
+        """Seconds of steps in which the process waited for its data."""
         return self.seconds[Doing.INPUT]
 
     @classmethod
     def unpacked(cls, data: bytes) -> Beat:
         """Return the beat of some bytes."""
-        count, doing, update, first, saved, saved_useful, at, *seconds = _FORM.unpack(data)
-        return cls(count, Doing(doing), update, first, saved, saved_useful, at, tuple(seconds))
+        count, doing, step, first, saved, saved_useful, at, *seconds = _FORM.unpack(data)
+        return cls(count, Doing(doing), step, first, saved, saved_useful, at, tuple(seconds))
 
 
 def read_beat(file: Path) -> Beat | None:
@@ -138,7 +138,7 @@ class Heartbeat:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file, self._report = file, Report()
-        self._count = self._update = 0
+        self._count = self._step = 0
         self._doing = Doing.STARTING
         self._first = self._saved = -1
         self._saved_useful = 0.0
@@ -157,7 +157,7 @@ class Heartbeat:
 
     @property
     def useful(self) -> float:
-        """Seconds spent on updates since the run began."""
+        """Seconds spent on steps since the run began."""
         return self._useful() - self._began
 
     def begin(self) -> None:
@@ -173,19 +173,19 @@ class Heartbeat:
             with suppress(OSError):
                 self._report.write(report_file(self._file))
 
-    def start_from(self, update: int) -> None:
-        """Note the update after which training begins."""
-        self._first = update
-        self.mark(Doing.TRAINING, update)
+    def start_from(self, step: int) -> None:
+        """Note the step after which training begins."""
+        self._first = step
+        self.mark(Doing.TRAINING, step)
 
-    def mark(self, doing: Doing, update: int | None = None) -> None:
+    def mark(self, doing: Doing, step: int | None = None) -> None:
         """Note what the process does from now on."""
         now = time.monotonic()
         self._seconds[self._doing] += now - self._time
         self._count += 1
         self._doing, self._time = doing, now
-        if update is not None:
-            self._update = update
+        if step is not None:
+            self._step = step
         self._write()
 
     def tick(self) -> None:
@@ -202,13 +202,13 @@ class Heartbeat:
         finally:
             self.mark(before)
 
-    def saved(self, update: int) -> None:
-        """Note that the state after an update has been handed over to be saved."""
-        self._saved, self._saved_useful = update, self._useful()
+    def saved(self, step: int) -> None:
+        """Note that the state after a step has been handed over to be saved."""
+        self._saved, self._saved_useful = step, self._useful()
         self._write()
 
     def _useful(self) -> float:
-        return sum(self._seconds[doing] for doing in _OF_UPDATES)
+        return sum(self._seconds[doing] for doing in _OF_STEPS)
 
     def _write(self) -> None:
         _FORM.pack_into(
@@ -216,7 +216,7 @@ class Heartbeat:
             0,
             self._count,
             self._doing,
-            self._update,
+            self._step,
             self._first,
             self._saved,
             self._saved_useful,

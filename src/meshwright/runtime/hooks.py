@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 LogHook = Callable[[int], object]
-"""Called with each logged update, once its metrics are known and while the next one runs."""
+"""Called with each logged step, once its metrics are known and while the next one runs."""
 BatchHook = Callable[[int, Any], Any]
 """Called with the number of a batch, from 0, and the rows of it that this process read; returns
 the rows to train on."""
@@ -20,7 +20,7 @@ _batch_hooks: list[BatchHook] = []
 
 
 def add_log_hook(hook: LogHook) -> None:
-    """Call a function with every update that is logged, before the callbacks."""
+    """Call a function with every step that is logged, before the callbacks."""
     _log_hooks.append(hook)
 
 
@@ -29,10 +29,10 @@ def add_batch_hook(hook: BatchHook) -> None:
     _batch_hooks.append(hook)
 
 
-def run_log_hooks(update: int) -> None:
-    """Call the hooks of a logged update."""
+def run_log_hooks(step: int) -> None:
+    """Call the hooks of a logged step."""
     for hook in _log_hooks:
-        hook(update)
+        hook(step)
 
 
 def run_batch_hooks(number: int, batch: Any) -> Any:

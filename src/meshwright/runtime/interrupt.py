@@ -1,4 +1,4 @@
-"""Interruption by a signal: a run stops after the current update, and saves its state."""
+"""Interruption by a signal: a run stops after the current step, and saves its state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ STDERR = 2
 PREEMPTIONS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of a cluster that needs the machine; SIGUSR1 is how SLURM announces the time limit."""
 _SIGNALS = (signal.SIGINT, *PREEMPTIONS)
-_SAVING = "\nstopping after this update, to save the state; a second signal stops at once\n"
+_SAVING = "\nstopping after this step, to save the state; a second signal stops at once\n"
 _NOTHING_LOST = (
-    "\n{name} before the first update: stopped, and nothing is lost; "
-    "the same command starts again\n"
+    "\n{name} before the first step: stopped, and nothing is lost; the same command starts again\n"
 )
 _END_OF_BYTES = b"\0"
 

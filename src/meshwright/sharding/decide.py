@@ -56,7 +56,7 @@ class Decision(ProgramLayouts):
     """The placement of leaves, gradients, optimizer state and activations.
 
     Attributes:
-        at_rest: placement of each step leaf between updates.
+        at_rest: placement of each step leaf between steps.
         optimizer: placement of the optimizer state of each step leaf.
         gradients: placement of the reduced gradient of each step leaf.
         gathers: by number, the step leaves that are gathered before use.

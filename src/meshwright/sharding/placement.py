@@ -132,7 +132,7 @@ def add_pipe(
 ) -> Placement:
     """Shard a leaf that every stage uses over the pipe axis, on its largest divisible dim.
 
-    Stages gather it once per update; between updates, and in the optimizer, each holds a shard.
+    Stages gather it once per step; between steps, and in the optimizer, each holds a shard.
     """
     pieces = [math.prod(sizes.get(axis, 1) for axis in (*axes, "pipe")) for axes in placed.dims]
     divisible = [d for d, count in enumerate(pieces) if leaf.shape[d] % count == 0]

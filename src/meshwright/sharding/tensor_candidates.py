@@ -48,7 +48,7 @@ class Candidate:
         splits: the number of parts of each class; their product is the size of the axis.
         touched: positions (in the program's inputs) of the parameters with such a dim.
         placed: by position of an input, the dim that would be sharded.
-        cost: bytes that each device would send per update.
+        cost: bytes that each device would send per step.
         obstacle: why it cannot be used; empty if it can.
         pattern: the same for the candidates of repeated blocks.
     """

@@ -208,7 +208,7 @@ def assemble(
         devices: devices of the mesh; all by default.
         wide: compute in float64, for proofs.
         runs: how often the step will run, if only a few times.
-        guarded: do not apply updates that are not finite; see `TrainStep`.
+        guarded: do not apply steps that are not finite; see `TrainStep`.
     """
     mesh = build_mesh(plan.mesh, devices)
     with doing("building the model"), device_reads(model, loss) as reads:
@@ -292,7 +292,7 @@ def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:
     key = "pipeline.num_microbatches" if staged else "training.gradient_accumulation_steps"
     return [
         f"`{statistic}` is a statistic of one microbatch at a time, and the {count} microbatches "
-        f"of an update have {counted(each, 'sample')} each; for better statistics set "
+        f"of a step have {counted(each, 'sample')} each; for better statistics set "
         f"{Setting(key, fewer)} or less, or a larger batch"
     ]
 

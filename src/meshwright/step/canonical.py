@@ -69,7 +69,7 @@ class CanonicalForm:
         return self.snapshot(state).arrays
 
     def snapshot(self, state: TrainState) -> Snapshot:
-        """Return a copy of the state in canonical form, so that the next update may donate it.
+        """Return a copy of the state in canonical form, so that the next step may donate it.
 
         On accelerators the copy is in host memory.
         """

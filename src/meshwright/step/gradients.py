@@ -1,4 +1,4 @@
-"""Loss and gradients of one update, accumulated over microbatches inside the step.
+"""Loss and gradients of one step, accumulated over its microbatches.
 
 Gradients are reduced over devices after each microbatch, or once for several of them.
 """

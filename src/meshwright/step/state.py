@@ -23,9 +23,9 @@ class ScaleRule:
 
     Attributes:
         initial_scale: the initial scale.
-        growth_factor: multiplies the scale after `growth_interval` finite updates in a row.
-        backoff_factor: multiplies the scale after an update that was not finite.
-        growth_interval: finite updates in a row before the scale grows.
+        growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
+        backoff_factor: multiplies the scale after a step that was not finite.
+        growth_interval: finite steps in a row before the scale grows.
         min_scale: the smallest scale.
         max_scale: the largest scale.
     """
@@ -48,8 +48,8 @@ class LossScale:
 
     Attributes:
         scale: factor on the loss before differentiation.
-        good_steps: finite updates since the scale last changed.
-        skipped: updates that were not applied because a gradient was not finite.
+        good_steps: finite steps since the scale last changed.
+        skipped: steps that were not applied because a gradient was not finite.
     """
 
     scale: Array
@@ -69,9 +69,9 @@ class LossScale:
         return self.scale <= SMALLEST_SCALE
 
     def after(self, finite: Array, rule: ScaleRule = _DEFAULT_RULE) -> LossScale:
-        """Return the scale of the next update.
+        """Return the scale of the next step.
 
-        By default it doubles after 2000 finite updates and halves after one that is not finite.
+        By default it doubles after 2000 finite steps and halves after one that is not finite.
         """
         good = jnp.where(finite, self.good_steps + 1, 0)
         grow = good >= rule.growth_interval
@@ -93,16 +93,16 @@ def all_finite(tree: object) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything one update reads and writes.
+    """Everything one step reads and writes.
 
     Attributes:
         params: trained leaves, in the layout's order.
         model_state: the model's other leaves: statistics, counters, random streams.
         optimizer: leaves of the optimizer state.
-        step: updates done.
+        step: steps done.
         loss_scale: loss scaling of fp16; None otherwise.
-        halted: whether an update was not finite, so that none changes anything until the host has
-            dealt with it; None for a step that applies every update. It is not saved.
+        halted: whether a step was not finite, so that none changes anything until the host has
+            dealt with it; None if every step is applied. It is not saved.
     """
 
     params: list[Any]

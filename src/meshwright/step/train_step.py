@@ -44,7 +44,7 @@ from meshwright.step.step_program import planned_forward, sends_through_gloo
 
 Metrics = dict[str, Array]
 HALTED = "halted"
-"""The metric of a guarded step: whether this update or one before it was not finite."""
+"""The metric of a guarded step: whether this step or one before it was not finite."""
 LossOfLeaves = Callable[[Sequence[Any], Sequence[Any]], LossValue]
 """From leaf values in layout order and batch leaves to the loss's value."""
 
@@ -63,7 +63,7 @@ class StepShardings:
 
 
 class TrainStep:
-    """One update as a compiled function.
+    """One step as a compiled function.
 
     Args:
         traced: the loss, traced for one microbatch.
@@ -77,7 +77,7 @@ class TrainStep:
         wide: compute in float64, for proofs, and compile quickly.
         runs: how often it will run, if only a few times; a small model's step is then compiled
             quickly too.
-        guarded: after the first update whose loss or gradient is not finite, leave the state
+        guarded: after the first step whose loss or gradient is not finite, leave the state
             unchanged until ``halted`` is cleared.
     """
 
@@ -128,11 +128,11 @@ class TrainStep:
         self._jitted = compiled(compiler_options=options) if options else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
-        """Run one update on a batch's leaves; the old state is donated."""
+        """Run one step on a batch's leaves; the old state is donated."""
         inside = any(isinstance(leaf, Tracer) for leaf in batch)
         if inside:
             return self._traceable(state, list(batch))
-        # An optimizer's first update may change the formats of its state.
+        # The first step may change the formats of the optimizer's state.
         if self._ahead and self._ahead[0] == _kinds(state, batch):
             return self._ahead[1].result()(state, list(batch))
         if self.pipeline is None:
@@ -249,7 +249,7 @@ class TrainStep:
             return self._accept(state, after, values, metrics)
 
     def gradients(self, state: TrainState, batch: Sequence[Any]) -> Gradients:
-        """Compute loss and gradients without an update."""
+        """Compute loss and gradients without changing the state."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
         count = self.plan.batch.gradient_accumulation_steps
         if self.pipeline is not None:

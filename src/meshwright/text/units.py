@@ -23,7 +23,7 @@ def human_count(count: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a count and its noun: ``1 update``, ``3 updates``, ``4 meshes``, ``2 leaves``."""
+    """Return a count and its noun: ``1 step``, ``3 steps``, ``4 meshes``, ``2 leaves``."""
     ending = "es" if noun.endswith(("ch", "s", "sh")) else "s"
     return f"{count} {noun if count == 1 else plural or noun + ending}"
 

@@ -36,7 +36,7 @@ class LineTracker(Tracker):
     Args:
         write: takes one line, without its end.
         folder: the run folder; None if there is none.
-        total_updates: updates of the run, if known.
+        total_steps: steps of the run, if known.
         clock: returns seconds, for the remaining time.
     """
 
@@ -45,33 +45,33 @@ class LineTracker(Tracker):
         write: Callable[[str], None],
         folder: Path | None,
         *,
-        total_updates: int | None,
+        total_steps: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._write = write
         self._folder = folder
-        self._pace = Pace(total_updates, clock)
+        self._pace = Pace(total_steps, clock)
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """Write what is trained, on which devices, and where the output goes."""
         for line in format_facts(facts, self._folder):
             self._write(line)
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics side by side."""
-        self._write(format_metrics_line(split, update, values, self._pace))
+        self._write(format_metrics_line(split, step, values, self._pace))
 
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Write what happened."""
-        if line := format_event(kind, update, message):
+        if line := format_event(kind, step, message):
             self._write(line)
 
 
 class LogFile(LineTracker):
     """Appends the same lines to train.log in the run folder, each with its time."""
 
-    def __init__(self, folder: Path, *, total_updates: int | None) -> None:
-        super().__init__(self._append, folder, total_updates=total_updates)
+    def __init__(self, folder: Path, *, total_steps: int | None) -> None:
+        super().__init__(self._append, folder, total_steps=total_steps)
         self._path = folder / "train.log"
         self._file: TextIO | None = None
 
@@ -89,10 +89,10 @@ class LogFile(LineTracker):
 class WarningsOnly(Tracker):
     """Passes warnings to Python's `warnings`, for a run without progress output."""
 
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Warn at the user's line that started the run."""
         if kind == "warning" or (kind == "incident" and details.get("action") != "stop"):
-            at = f" (update {update})" if update else ""
+            at = f" (step {step})" if step else ""
             warnings.warn(f"{mask_text(message)}{at}", UserWarning, stacklevel=_levels_inside())
 
 
@@ -102,27 +102,27 @@ class Pace:
     Time before the first call is not counted, because it includes compilation.
     """
 
-    def __init__(self, total_updates: int | None, clock: Callable[[], float]) -> None:
-        self.total_updates = total_updates
+    def __init__(self, total_steps: int | None, clock: Callable[[], float]) -> None:
+        self.total_steps = total_steps
         self._clock = clock
         self._first: tuple[int, float] | None = None
 
-    def seconds_left(self, update: int) -> float | None:
-        """Return the seconds until the last update; None if unknown, or after it."""
+    def seconds_left(self, step: int) -> float | None:
+        """Return the seconds until the last step; None if unknown, or after it."""
         now = self._clock()
         if self._first is None:
-            self._first = (update, now)
+            self._first = (step, now)
         first, started = self._first
-        if self.total_updates is None or not first < update < self.total_updates:
+        if self.total_steps is None or not first < step < self.total_steps:
             return None
-        return (now - started) / (update - first) * (self.total_updates - update)
+        return (now - started) / (step - first) * (self.total_steps - step)
 
-    def count(self, update: int) -> str:
+    def count(self, step: int) -> str:
         """Return ``120/500``, padded so that counts line up."""
-        if self.total_updates is None:
-            return f"{update:>7}"
-        width = len(str(self.total_updates))
-        return f"{update:>{width}}/{self.total_updates}"
+        if self.total_steps is None:
+            return f"{step:>7}"
+        width = len(str(self.total_steps))
+        return f"{step:>{width}}/{self.total_steps}"
 
 
 def _levels_inside() -> int:
@@ -163,20 +163,20 @@ def _format_memory(memory: Mapping[str, Any]) -> str:
     return f"{human_bytes(total)} per device: {held}" if parts else ""
 
 
-def format_metrics_line(split: str, update: int, values: Mapping[str, float], pace: Pace) -> str:
-    """Return the metrics of one update as a line."""
+def format_metrics_line(split: str, step: int, values: Mapping[str, float], pace: Pace) -> str:
+    """Return the metrics of one step as a line."""
     words = format_metrics(values)
     if split == "train":
-        left = pace.seconds_left(update)
+        left = pace.seconds_left(step)
         words += [f"ETA {human_seconds(left)}"] if left is not None else []
-    return f"{split:<5} {pace.count(update)}  {'  '.join(words)}".rstrip()
+    return f"{split:<5} {pace.count(step)}  {'  '.join(words)}".rstrip()
 
 
-def format_event(kind: str, update: int, message: str) -> str:
+def format_event(kind: str, step: int, message: str) -> str:
     """Return an event as a line; empty for events that are not shown."""
     if kind not in SHOWN_EVENTS:
         return ""
-    at = f" (update {update})" if update and kind != "start" else ""
+    at = f" (step {step})" if step and kind != "start" else ""
     return f"{kind}: {mask_text(message)}{at}"
 
 

@@ -46,11 +46,11 @@ class MlflowTracker(Tracker):
         id_file.write_text(self._id + "\n")
         self._log_settings(service_settings(self._folder, facts))
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Send the metrics."""
         metric = importlib.import_module("mlflow.entities").Metric
         now = int(time.time() * 1000)
-        metrics = [metric(f"{split}/{k}", float(v), now, update) for k, v in values.items()]
+        metrics = [metric(f"{split}/{k}", float(v), now, step) for k, v in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, result: Mapping[str, Any]) -> None:

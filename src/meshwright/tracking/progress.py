@@ -36,7 +36,7 @@ class ProgressTracker(Tracker):
     Args:
         console: the terminal.
         folder: the run folder; None if there is none.
-        total_updates: updates of the run, if known.
+        total_steps: steps of the run, if known.
         clock: returns seconds, for the remaining time.
     """
 
@@ -45,14 +45,14 @@ class ProgressTracker(Tracker):
         console: Console,
         folder: Path | None,
         *,
-        total_updates: int | None,
+        total_steps: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console
         self._folder = folder
         self._clock = clock
-        self._pace = Pace(total_updates, clock)
-        self._update = 0
+        self._pace = Pace(total_steps, clock)
+        self._step = 0
         self._values: dict[str, float] = {}
         self._left: float | None = None
         self._live: Live | None = None
@@ -74,17 +74,17 @@ class ProgressTracker(Tracker):
         self._live.start()
         leave_to_bar(True)
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Advance the bar; print an evaluation above it."""
         if split == "train":
-            self._update, self._values = update, dict(values)
-            self._left = self._pace.seconds_left(update)
+            self._step, self._values = step, dict(values)
+            self._left = self._pace.seconds_left(step)
         else:
-            self._print(Text(format_metrics_line(split, update, values, self._pace)))
+            self._print(Text(format_metrics_line(split, step, values, self._pace)))
 
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Print what happened above the bar."""
-        if line := format_event(kind, update, message):
+        if line := format_event(kind, step, message):
             self._print(Indented(line, 2, _STYLES.get(kind, "dim"), first=0))
 
     def close(self, result: Mapping[str, Any]) -> None:
@@ -96,16 +96,16 @@ class ProgressTracker(Tracker):
 
     def render(self) -> RenderableType:
         """Return the bar, the elapsed and remaining time, and the newest metrics."""
-        total = self._pace.total_updates
-        bar = ProgressBar(total, self._update, pulse=not total, animation_time=self._clock())
+        total = self._pace.total_steps
+        bar = ProgressBar(total, self._step, pulse=not total, animation_time=self._clock())
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
         left = "" if self._left is None else f", ETA {human_seconds(self._left)}"
         elapsed = human_seconds(self._clock() - self._started)
-        row.add_row(bar, Text(f"{self._pace.count(self._update).strip()}  {elapsed}{left}"))
+        row.add_row(bar, Text(f"{self._pace.count(self._step).strip()}  {elapsed}{left}"))
         values = " · ".join(text.strip() for text in format_metrics(self._values))
-        busy = current_activity() or values or "waiting for the first update"
+        busy = current_activity() or values or "waiting for the first step"
         return Group(row, Text(busy, style="dim"))
 
     def _print(self, text: RenderableType) -> None:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from meshwright.runtime.other_names import with_current_keys
 from meshwright.text.json_text import finite, parse_json, read_object, write_atomically
 from meshwright.tracking.tracker import Tracker
 
@@ -38,15 +39,14 @@ class RunFiles(Tracker):
         (self._folder / "result.json").unlink(missing_ok=True)
         _write(path, written)
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl."""
-        self._append(
-            "metrics.jsonl", {"split": split, "update": update, "time": time.time(), **values}
-        )
+        own = {"split": split, "step": step, "time": time.time()}
+        self._append("metrics.jsonl", own | {k: v for k, v in values.items() if k not in own})
 
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Append a line to events.jsonl."""
-        own = {"time": time.time(), "update": update, "kind": kind, "message": message}
+        own = {"time": time.time(), "step": step, "kind": kind, "message": message}
         self._append("events.jsonl", {**details, **own})
 
     def close(self, result: Mapping[str, Any]) -> None:
@@ -74,21 +74,22 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError:
         return
-    yield from (record for record in map(parse_json, lines) if isinstance(record, dict))
+    records = (record for record in map(parse_json, lines) if isinstance(record, dict))
+    yield from map(with_current_keys, records)
 
 
 def read_metrics(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the metrics of metrics.jsonl by split and update, in the order of updates.
+    """Return the metrics of metrics.jsonl by split and step, in the order of steps.
 
-    If a split and update has two lines, the later one counts: a run resumed from a checkpoint has
-    repeated that update. Values that were not finite are None.
+    If a split and step has two lines, the later one counts: a run resumed from a checkpoint has
+    repeated that step. Values that were not finite are None.
     """
     metrics: dict[tuple[str, int], dict[str, Any]] = {}
     for line in read_lines(path):
-        split, update = line.get("split"), line.get("update")
-        if isinstance(split, str) and isinstance(update, int):
-            others = {k: v for k, v in line.items() if k not in ("split", "update", "time")}
-            metrics[split, update] = others
+        split, step = line.get("split"), line.get("step")
+        if isinstance(split, str) and isinstance(step, int):
+            others = {k: v for k, v in line.items() if k not in ("split", "step", "time")}
+            metrics[split, step] = others
     return dict(sorted(metrics.items(), key=lambda row: row[0][1]))
 
 

@@ -13,6 +13,7 @@ from meshwright.config.schema import TrackingConfig
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import is_main
 from meshwright.runtime.activity import show_activities
+from meshwright.runtime.other_names import also_called
 from meshwright.tracking.log_lines import LineTracker, LogFile, WarningsOnly
 from meshwright.tracking.run_files import RunFiles
 from meshwright.tracking.tracker import Tracker, Trackers
@@ -24,11 +25,12 @@ EXTRAS = ("tensorboard", "wandb", "mlflow")
 """Trackers that need an optional package; config key, extra and package share a name."""
 
 
+@also_called(total_updates="total_steps")
 def make_trackers(
     config: TrackingConfig,
     folder: Path | None,
     *,
-    total_updates: int | None,
+    total_steps: int | None,
     console: Console | None = None,
     progress: bool | None = None,
 ) -> Tracker:
@@ -40,7 +42,7 @@ def make_trackers(
     Args:
         config: which services to use.
         folder: the run folder; None for a run without one.
-        total_updates: updates of the run; None if they are not known.
+        total_steps: steps of the run; None if they are not known.
         console: where progress is shown; stderr by default.
         progress: whether to show progress; None shows it for a run with a folder or a terminal.
             Otherwise warnings go to Python's `warnings`.
@@ -48,12 +50,12 @@ def make_trackers(
     check_tracking(config, folder)
     if not is_main():
         return Tracker()
-    shown = _make_console(console, folder, total_updates, progress)
+    shown = _make_console(console, folder, total_steps, progress)
     if folder is None:
         return shown
     trackers: dict[str, Tracker] = {
         "files": RunFiles(folder),
-        "train.log": LogFile(folder, total_updates=total_updates),
+        "train.log": LogFile(folder, total_steps=total_steps),
         "console": shown,
     }
     makers = _makers(config, folder)
@@ -104,7 +106,7 @@ def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Trac
 def _make_console(
     console: Console | None,
     folder: Path | None,
-    total_updates: int | None,
+    total_steps: int | None,
     progress: bool | None,
 ) -> Tracker:
     from rich.console import Console
@@ -116,10 +118,10 @@ def _make_console(
     if screen.is_terminal:
         from meshwright.tracking.progress import ProgressTracker
 
-        return ProgressTracker(screen, folder, total_updates=total_updates)
+        return ProgressTracker(screen, folder, total_steps=total_steps)
     # Soft wrapping keeps each message on one line, so that logs can be searched.
     return LineTracker(
-        lambda line: screen.print(Text(line), soft_wrap=True), folder, total_updates=total_updates
+        lambda line: screen.print(Text(line), soft_wrap=True), folder, total_steps=total_steps
     )
 
 

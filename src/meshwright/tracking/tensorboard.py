@@ -26,8 +26,8 @@ class TensorBoardTracker(Tracker):
         # The queue is long, because a full queue would make training wait for the disk.
         self._writer = EventFileWriter(str(self._folder), max_queue_size=1000, flush_secs=10)
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
-        """Write each metric as a scalar at this update."""
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        """Write each metric as a scalar at this step."""
         summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         events = importlib.import_module("tensorboard.compat.proto.event_pb2")
         scalars = [
@@ -36,7 +36,7 @@ class TensorBoardTracker(Tracker):
             if math.isfinite(value)
         ]
         summary = summaries.Summary(value=scalars)
-        self._writer.add_event(events.Event(wall_time=time.time(), step=update, summary=summary))
+        self._writer.add_event(events.Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Write what is queued and close the file."""

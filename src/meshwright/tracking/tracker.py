@@ -21,12 +21,12 @@ class Tracker:
     """
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Record what is known before the first update: the content of run.json."""
+        """Record what is known before the first step: the content of run.json."""
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
-        """Record the metrics of ``split`` (train or eval) after this many updates."""
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        """Record the metrics of ``split`` (train or eval) after this many steps."""
 
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Record an event: a checkpoint, a warning, a stop."""
 
     def close(self, result: Mapping[str, Any]) -> None:
@@ -51,15 +51,15 @@ class Trackers(Tracker):
         """Start each tracker."""
         self._each(0, lambda tracker: tracker.start(facts))
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Pass the metrics to each tracker as plain numbers."""
         numbers = {name: _number(value) for name, value in values.items()}
-        self._each(update, lambda tracker: tracker.log(split, update, numbers))
+        self._each(step, lambda tracker: tracker.log(split, step, numbers))
 
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Pass the event to each tracker, without secrets."""
         shown, others = mask_text(message), mask_tree(details)
-        self._each(update, lambda tracker: tracker.event(kind, update, shown, others))
+        self._each(step, lambda tracker: tracker.event(kind, step, shown, others))
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Close each tracker, the first one last, so that it receives the others' failures."""
@@ -67,11 +67,11 @@ class Trackers(Tracker):
             self._try(name, 0, lambda tracker: tracker.close(result))
             self._trackers.pop(name, None)
 
-    def _each(self, update: int, call: Callable[[Tracker], None]) -> None:
+    def _each(self, step: int, call: Callable[[Tracker], None]) -> None:
         for name in self.names:
-            self._try(name, update, call)
+            self._try(name, step, call)
 
-    def _try(self, name: str, update: int, call: Callable[[Tracker], None]) -> None:
+    def _try(self, name: str, step: int, call: Callable[[Tracker], None]) -> None:
         if name not in self._trackers:
             return
         try:
@@ -81,7 +81,7 @@ class Trackers(Tracker):
             del self._trackers[name]
             reason = first_line(error)
             message = f"tracking by {name} stopped: {reason}"
-            self.event("warning", update, message, {"tracker": name})
+            self.event("warning", step, message, {"tracker": name})
             if not self._trackers:
                 logger.warning("%s", mask_text(message))
 
@@ -117,13 +117,13 @@ class Background(Tracker):
         self._thread.start()
         self._enqueue(lambda: self._tracker.start(facts))
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Queue metrics."""
-        self._enqueue(lambda: self._tracker.log(split, update, values))
+        self._enqueue(lambda: self._tracker.log(split, step, values))
 
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Queue an event."""
-        self._enqueue(lambda: self._tracker.event(kind, update, message, details))
+        self._enqueue(lambda: self._tracker.event(kind, step, message, details))
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Queue the result, and wait for the queue to empty."""

@@ -27,6 +27,7 @@ class WandbTracker(Tracker):
         self._folder = folder
         self._entity = entity
         self._run: Any = None
+        self._step = "step"
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """Open the run, or resume it."""
@@ -42,13 +43,15 @@ class WandbTracker(Tracker):
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_SECONDS),
         )
         # W&B's own step only grows, but a run resumed from a checkpoint goes back.
-        self._run.define_metric("*", step_metric="update")
+        # A run that an earlier version began continues with its word for a step.
+        self._step = "step" if self._run.summary.get("update") is None else "update"
+        self._run.define_metric("*", step_metric=self._step)
 
-    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+    def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Hand the metrics to W&B, which sends them in the background."""
-        self._run.log({"update": update, **{f"{split}/{k}": v for k, v in values.items()}})
+        self._run.log({self._step: step, **{f"{split}/{k}": v for k, v in values.items()}})
 
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Show a warning as an alert; other events stay in the run folder."""
         if kind in ("warning", "incident") and self._run is not None:
             self._run.alert(title="meshwright", text=message)

@@ -1,4 +1,4 @@
-"""Loading batches: read ahead in their global order, placed on the mesh, fed to updates."""
+"""Loading batches: read ahead in their global order, placed on the mesh, fed to steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Range = Sequence[int]
 
 
 class BatchLoader:
-    """Loads the batches of a run, one per update, onto the devices.
+    """Loads the batches of a run, one per step, onto the devices.
 
     Args:
         data: the samples.
@@ -56,7 +56,7 @@ class BatchLoader:
 
     @contextmanager
     def open(self, start: int, stop: int | None) -> Generator[Iterator[list[Any]]]:
-        """Iterate over the batches from update ``start`` on; reading ends with the block."""
+        """Iterate over the batches from step ``start`` on; reading ends with the block."""
         loaded = load_batches(
             self.data,
             batch_size=self._batch_size,
@@ -93,7 +93,7 @@ class BatchLoader:
 
 
 class BatchFeed:
-    """Feeds one batch to each update, and again to updates that changed nothing.
+    """Feeds one batch to each step, and again to steps that changed nothing.
 
     Batches are numbered from 0, as the data have them.
 
@@ -113,7 +113,7 @@ class BatchFeed:
 
     @contextmanager
     def open(self, done: int, last: int | None) -> Generator[None]:
-        """Begin to read the batches after an update; reading ends with the block."""
+        """Begin to read the batches after a step; reading ends with the block."""
         self._read_from(self.number(done + 1), last)
         try:
             yield
@@ -125,20 +125,20 @@ class BatchFeed:
         """Seconds spent waiting for batches."""
         return self._loader.waited
 
-    def number(self, update: int) -> int:
-        """Return the number of the batch that an update gets."""
-        return update - 1 + count_batches(self.left_out)
+    def number(self, step: int) -> int:
+        """Return the number of the batch that a step gets."""
+        return step - 1 + count_batches(self.left_out)
 
-    def next(self, update: int, last: int | None) -> Any:
-        """Return the batch of this update; None if it is not to be done, or has no batch.
+    def next(self, step: int, last: int | None) -> Any:
+        """Return the batch of this step; None if it is not to be done, or has no batch.
 
         Args:
-            update: the update, one more than before.
-            last: the last update; None if the data decide.
+            step: the step, one more than before.
+            last: the last step; None if the data decide.
         """
-        if last is not None and update > last:
+        if last is not None and step > last:
             return None
-        number = self.number(update)
+        number = self.number(step)
         if self._again:
             _, batch = self._again.popleft()
         else:
@@ -150,9 +150,9 @@ class BatchFeed:
             self._recent.append((number, batch))
         return batch
 
-    def back_to(self, update: int) -> Any:
-        """Return the batch of an update, and feed those after it again."""
-        number = self.number(update)
+    def back_to(self, step: int) -> Any:
+        """Return the batch of a step, and feed those after it again."""
+        number = self.number(step)
         after = [each for each in self._recent if each[0] > number]
         found = next(batch for n, batch in self._recent if n == number)
         self._again.extendleft(reversed(after))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.config.argument_checks import check_count, check_kind
+from meshwright.runtime.other_names import formerly
 from meshwright.runtime.user_code import doing
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -18,14 +19,16 @@ class CallbackContext:
     """The run that a callback belongs to; every callback has it as ``self.context``.
 
     Attributes:
-        update: updates done.
-        metrics: the metrics of the last logged update.
+        step: steps done.
+        metrics: the metrics of the last logged step.
         eval_metrics: the metrics of the last evaluation; empty before the first.
         reason: why a callback asked to stop; empty if none did.
     """
 
+    update = formerly("step")
+
     def __init__(self, assembled: Assembled) -> None:
-        self.update = 0
+        self.step = 0
         self.metrics: Mapping[str, float] = {}
         self.eval_metrics: Mapping[str, float] = {}
         self._assembled = assembled
@@ -35,9 +38,9 @@ class CallbackContext:
 
     @property
     def model(self) -> Any:
-        """The model after `update` updates, as the user wrote it.
+        """The model after `step` steps, as the user wrote it.
 
-        It is made when it is asked for, and holds the arrays of the run: the next update reuses
+        It is made when it is asked for, and holds the arrays of the run: the next step reuses
         their memory, so copy what has to outlive the call.
         """
         if self._state is None:
@@ -46,20 +49,20 @@ class CallbackContext:
 
     @property
     def learning_rate(self) -> float | None:
-        """The learning rate of the last logged update; None if it cannot be found."""
+        """The learning rate of the last logged step; None if it cannot be found."""
         return self.metrics.get("learning_rate")
 
     def stop(self, reason: str) -> None:
-        """Stop training after this update; one process that asks stops all."""
+        """Stop training after this step; one process that asks stops all."""
         self.reason = reason
 
     def save(self) -> None:
-        """Save a checkpoint after this update; every process must ask for it."""
+        """Save a checkpoint after this step; every process must ask for it."""
         self._save = True
 
-    def at(self, update: int, state: TrainState) -> None:
+    def at(self, step: int, state: TrainState) -> None:
         """Set where the run is; the training loop calls it."""
-        self.update, self._state = update, state
+        self.step, self._state = step, state
 
     def take_save(self) -> bool:
         """Return whether a callback asked to save since the last call."""
@@ -71,7 +74,7 @@ class Callback:
     """Base class of callbacks; a subclass overrides the methods it needs.
 
     Every process calls the same methods with the same numbers. `should_stop` is called after
-    every logged update and every evaluation; one reason to stop stops all processes.
+    every logged step and every evaluation; one reason to stop stops all processes.
 
     Attributes:
         context: the run: its model, metrics and learning rate, and `stop` and `save`. It is set
@@ -80,22 +83,22 @@ class Callback:
 
     context: CallbackContext
 
-    def on_start(self, update: int) -> None:
-        """Called before training, with the updates already done (more than 0 after a resume)."""
+    def on_start(self, step: int) -> None:
+        """Called before training, with the steps already done (more than 0 after a resume)."""
 
-    def on_recall(self, update: int, values: Values) -> None:
+    def on_recall(self, step: int, values: Values) -> None:
         """Called for every evaluation from before the checkpoint the run resumes from."""
 
-    def on_log(self, update: int, values: Values) -> None:
-        """Called with the training metrics of a logged update."""
+    def on_log(self, step: int, values: Values) -> None:
+        """Called with the training metrics of a logged step."""
 
-    def on_eval(self, update: int, values: Values) -> None:
+    def on_eval(self, step: int, values: Values) -> None:
         """Called with the metrics of an evaluation."""
 
-    def on_checkpoint(self, update: int) -> None:
+    def on_checkpoint(self, step: int) -> None:
         """Called when a checkpoint is being written."""
 
-    def on_end(self, update: int) -> None:
+    def on_end(self, step: int) -> None:
         """Called after training."""
 
     def should_stop(self) -> str:
@@ -120,7 +123,7 @@ class EarlyStopping(Callback):
         self._best = math.inf
         self._bad_evaluations = 0
 
-    def on_eval(self, update: int, values: Values) -> None:
+    def on_eval(self, step: int, values: Values) -> None:
         """Compare with the best loss so far; one that is not finite does not count as better."""
         value = values[self._metric]
         if value < self._best - self._min_delta:
@@ -128,10 +131,10 @@ class EarlyStopping(Callback):
         else:
             self._bad_evaluations += 1
 
-    def on_recall(self, update: int, values: Values) -> None:
+    def on_recall(self, step: int, values: Values) -> None:
         """Count it like any other, so that a resumed run stops when an unbroken one would."""
         if self._metric in values:
-            self.on_eval(update, values)
+            self.on_eval(step, values)
 
     def should_stop(self) -> str:
         """Return the reason to stop training; empty to continue."""
@@ -144,14 +147,14 @@ class EarlyStopping(Callback):
 
 
 class OnMetrics(Callback):
-    """Calls a function with the number of an update, from 1, and its training metrics."""
+    """Calls a function with the number of a step, from 1, and its training metrics."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    def on_log(self, update: int, values: Values) -> None:
+    def on_log(self, step: int, values: Values) -> None:
         """Call the function."""
-        self._function(update, dict(values))
+        self._function(step, dict(values))
 
 
 class Callbacks:

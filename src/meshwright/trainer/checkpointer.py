@@ -22,17 +22,17 @@ from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_progress import Progress
 
 LogEvent = Callable[[str, int, str, dict[str, Any]], None]
-"""Logs an event: its kind, its update, a message, and details."""
+"""Logs an event: its kind, its step, a message, and details."""
 
 
 class Checkpointer:
     """Saves the states of a run; this one saves nothing."""
 
-    def due(self, update: int) -> bool:
-        """Whether to save the state after this update."""
+    def due(self, step: int) -> bool:
+        """Whether to save the state after this step."""
         return False
 
-    def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
+    def save(self, state: TrainState, step: int, *, loss: float | None) -> bool:
         """Save the state; False if it was saved before, or if nothing is ever saved."""
         return False
 
@@ -63,9 +63,9 @@ class BackgroundCheckpointer(Checkpointer):
     Args:
         store: the checkpoint folder.
         form: the canonical form of the states.
-        metadata: returns the metadata for an update.
-        every: updates between two checkpoints.
-        last_saved: the update of the newest checkpoint in the folder; None if there is none.
+        metadata: returns the metadata for a step.
+        every: steps between two checkpoints.
+        last_saved: the step of the newest checkpoint in the folder; None if there is none.
         log_event: logs saves and failures.
     """
 
@@ -85,25 +85,25 @@ class BackgroundCheckpointer(Checkpointer):
         self._not_finite: StateNotFinite | None = None
         self._failed: Saved | None = None
 
-    def due(self, update: int) -> bool:
-        """Whether the update is a multiple of ``every``."""
-        return update % self._every == 0
+    def due(self, step: int) -> bool:
+        """Whether the step is a multiple of ``every``."""
+        return step % self._every == 0
 
-    def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
+    def save(self, state: TrainState, step: int, *, loss: float | None) -> bool:
         """Copy the state and start writing it in the background."""
         self.poll()
-        if update == self._last_saved:
+        if step == self._last_saved:
             return False
         started = time.perf_counter()
         snapshot = self._form.snapshot(state)
         previous = self._store.save(
-            snapshot.arrays, self._metadata(update), loss=loss, finite=snapshot.finite
+            snapshot.arrays, self._metadata(step), loss=loss, finite=snapshot.finite
         )
-        self._blocked_seconds[update] = time.perf_counter() - started
+        self._blocked_seconds[step] = time.perf_counter() - started
         self._log_outcome(previous)
         self._raise_failed()
         self._raise_not_finite()
-        self._last_saved = update
+        self._last_saved = step
         return True
 
     def poll(self) -> None:
@@ -111,7 +111,7 @@ class BackgroundCheckpointer(Checkpointer):
         self._log_outcome(self._store.finished())
         # The others need not fail as well: they end with this process.
         self._raise_failed()
-        # Several processes finish a save at different times, but must raise at the same update.
+        # Several processes finish a save at different times, but must raise at the same step.
         if process_count() == 1:
             self._raise_not_finite()
 
@@ -131,15 +131,15 @@ class BackgroundCheckpointer(Checkpointer):
         earlier, self._failed = self._failed, None
         self._log_outcome(self._store.close())
         if self._failed is not None and earlier is None:
-            update, reason = self._failed.update, self._failed.reason
-            message = f"update {update} could not be saved: {reason}"
-            self._log_event("warning", update, message, {})
+            step, reason = self._failed.step, self._failed.reason
+            message = f"step {step} could not be saved: {reason}"
+            self._log_event("warning", step, message, {})
 
     def _raise_failed(self) -> None:
         """End the run, which would otherwise continue without a checkpoint to return to."""
         if self._failed is not None:
             raise EnvironmentProblem(
-                f"the state after {counted(self._failed.update, 'update')} could not be saved",
+                f"the state after {counted(self._failed.step, 'step')} could not be saved",
                 why=self._failed.reason,
                 fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
                 "from the previous checkpoint",
@@ -155,11 +155,11 @@ class BackgroundCheckpointer(Checkpointer):
         if isinstance(saved.error, StateNotFinite):
             self._not_finite = self._not_finite or saved.error
         elif saved.error is None:
-            blocked = self._blocked_seconds.pop(saved.update, 0.0)
+            blocked = self._blocked_seconds.pop(saved.step, 0.0)
             self._log_event(
                 "checkpoint",
-                saved.update,
-                f"saved update {saved.update} in {saved.seconds:.2f} s, blocked training for "
+                saved.step,
+                f"saved step {saved.step} in {saved.seconds:.2f} s, blocked training for "
                 f"{blocked:.3f} s",
                 {"seconds": saved.seconds, "blocked_seconds": blocked},
             )
@@ -168,7 +168,7 @@ class BackgroundCheckpointer(Checkpointer):
 
 
 class RunMetadata:
-    """The metadata of a run's checkpoints, which differ in the update only.
+    """The metadata of a run's checkpoints, which differ in the step only.
 
     Args:
         asked: how the run trains.
@@ -182,7 +182,7 @@ class RunMetadata:
         self._data, self._progress = asked.data, progress
         self.dataset = asked.data.fingerprint()
         self._fixed = CheckpointMetadata(
-            update=0,
+            step=0,
             seed=seed,
             dataset=self.dataset,
             global_batch_size=plan.batch.global_batch_size,
@@ -192,13 +192,13 @@ class RunMetadata:
             processes=process_count(),
         )
 
-    def at(self, update: int) -> CheckpointMetadata:
-        """Return the metadata of a checkpoint after an update."""
+    def at(self, step: int) -> CheckpointMetadata:
+        """Return the metadata of a checkpoint after a step."""
         data, progress = self._data, self._progress
-        number = update + count_batches(progress.left_out)
+        number = step + count_batches(progress.left_out)
         return replace(
             self._fixed,
-            update=update,
+            step=step,
             data_position=data.position(number),
             skipped=progress.skipped,
             left_out=tuple(map(tuple, progress.left_out)),

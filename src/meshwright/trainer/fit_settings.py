@@ -32,7 +32,7 @@ class FitSettings:
         data: the training data.
         duration: how long to train.
         eval_data: held-out data; None for no evaluation.
-        eval_every: updates between two evaluations; None for a single one at the end.
+        eval_every: steps between two evaluations; None for a single one at the end.
         eval_batches: the most batches one evaluation uses; None for all samples.
         callbacks: the user's callbacks.
         run_dir: the run folder; None for a run that writes nothing.
@@ -43,7 +43,7 @@ class FitSettings:
         workers: processes that read data; 0 reads in threads.
         prefetch: batches to read ahead.
         strict: refuse to run a program that deviates from its plan.
-        profile: profile a few updates.
+        profile: profile a few steps.
         sample_tokens: tokens of text to generate at the end, for language models.
         project: the name of the project.
         keep_micro: whether fewer processes keep the samples per device and microbatch.
@@ -132,7 +132,7 @@ def read_duration(
     if epochs is not None:
         return parse_duration(f"{epochs}ep")
     check_count("steps", steps, least=0)
-    return Duration(updates=steps)
+    return Duration(steps=steps)
 
 
 def read_resume(resume: Any, restart: Any) -> Any:
@@ -154,7 +154,7 @@ def read_callbacks(
             raise wrong_kind("callbacks", callback, fix)
     if on_metrics is None:
         return list(callbacks)
-    check_takes("on_metrics", on_metrics, ("update", "metrics"))
+    check_takes("on_metrics", on_metrics, ("step", "metrics"))
     return [*callbacks, OnMetrics(on_metrics)]
 
 

@@ -1,4 +1,4 @@
-"""When a run ends: after a number of updates, a time, a signal, or when a callback asks."""
+"""When a run ends: after a number of steps, a time, a signal, or when a callback asks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Limits:
     """Decides when a run ends, identically in every process.
 
     Args:
-        updates: the last update; None for no limit.
+        steps: the last step; None for no limit.
         seconds: the time limit, by the clock of process 0; None for no limit.
         callbacks: callbacks that may stop the run.
         interrupt: records a signal to stop.
@@ -37,14 +37,14 @@ class Limits:
 
     def __init__(
         self,
-        updates: int | None,
+        steps: int | None,
         seconds: float | None,
         callbacks: Callbacks,
         interrupt: Interrupt | None = None,
         *,
         whole_data: bool = False,
     ) -> None:
-        self.updates, self.whole_data = updates, whole_data
+        self.steps, self.whole_data = steps, whole_data
         self._interrupt = interrupt or Interrupt()
         self.seconds = seconds
         self._callbacks = callbacks
@@ -62,19 +62,19 @@ class Limits:
 
     @property
     def urgent(self) -> bool:
-        """Whether to call `stop` at once; several processes agree in `before_update`."""
+        """Whether to call `stop` at once; several processes agree in `before_step`."""
         return process_count() == 1 and bool(self._interrupt.reason)
 
-    def before_update(self, update: int) -> Stop | None:
-        """Return why not to begin this update; the same in every process."""
+    def before_step(self, step: int) -> Stop | None:
+        """Return why not to begin this step; the same in every process."""
         if self._together is not None:
-            return self._together.before_update(update)
+            return self._together.before_step(step)
         return self._signalled()
 
     def stop(self) -> Stop | None:
         """Return why to stop now, identically in every process; None to continue.
 
-        Every process must call it after the same update. A signal to one of them stops all.
+        Every process must call it after the same step. A signal to one of them stops all.
         """
         own = self._signalled() or self._asked() or self._out_of_time()
         if process_count() == 1:
@@ -101,20 +101,20 @@ class Limits:
 
 
 class StopTogether:
-    """Agrees with the other processes on the last update once one of them gets a signal.
+    """Agrees with the other processes on the last step once one of them gets a signal.
 
     The process with the signal asks the others through the coordinator's key-value store, which a
-    thread of each process reads now and then; updates themselves never wait for it. Once asked,
-    each process publishes the last update it has begun and begins no other until all have
+    thread of each process reads now and then; steps themselves never wait for it. Once asked,
+    each process publishes the last step it has begun and begins no other until all have
     published theirs. The run then ends after the largest of these numbers. The threads do not
-    depend on the training loops, so they answer even while a loop waits for an update that another
+    depend on the training loops, so they answer even while a loop waits for a step that another
     process has not begun.
 
     Every process must make these objects in the same order: they meet under their number.
 
     Args:
         interrupt: records the signals to this process.
-        timeout_seconds: how long to wait for the others before the next update.
+        timeout_seconds: how long to wait for the others before the next step.
     """
 
     def __init__(self, interrupt: Interrupt, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -123,7 +123,7 @@ class StopTogether:
         self._client: Any = distributed_state().client
         self._closed = threading.Event()
         self._changed = threading.Condition()
-        # Under the condition: the last update begun here, whether it has been published, and what
+        # Under the condition: the last step begun here, whether it has been published, and what
         # all have agreed on.
         self._begun = 0
         self._published = False
@@ -141,10 +141,10 @@ class StopTogether:
             self._closed.set()
             thread.join()
 
-    def before_update(self, update: int) -> Stop | None:
-        """Return why not to begin this update; None to begin it.
+    def before_step(self, step: int) -> Stop | None:
+        """Return why not to begin this step; None to begin it.
 
-        Waits if the last update is being agreed on.
+        Waits if the last step is being agreed on.
         """
         with self._changed:
             until = time.monotonic() + self._timeout
@@ -152,9 +152,9 @@ class StopTogether:
                 if time.monotonic() > until:
                     raise self._not_agreed()
                 self._changed.wait(1.0)
-            if self._last is not None and update > self._last:
+            if self._last is not None and step > self._last:
                 return Stop(StopReason.SIGNAL, self._reason)
-            self._begun = update
+            self._begun = step
         return None
 
     def _listen(self) -> None:
@@ -192,7 +192,7 @@ class StopTogether:
                 raise
 
     def _wait_for_others(self) -> int | None:
-        """Return the last update that any process has begun; None if the run ends before."""
+        """Return the last step that any process has begun; None if the run ends before."""
         while not self._closed.wait(POLL_SECONDS / 10):
             texts = self._client.key_value_dir_get(f"{self._prefix}/begun")
             if len(texts) == process_count():
@@ -205,6 +205,6 @@ class StopTogether:
         absent = numbered("process", [n for n in range(process_count()) if n not in heard])
         return EnvironmentProblem(
             f"{absent} did not confirm within {self._timeout:g} s that it stops",
-            why="a signal asked all processes to stop after the same update",
+            why="a signal asked all processes to stop after the same step",
             fix=f"look at the output of {absent}",
         )

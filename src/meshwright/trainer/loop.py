@@ -1,4 +1,4 @@
-"""The training loop: reads batches, runs updates, reports metrics, saves checkpoints."""
+"""The training loop: reads batches, runs steps, reports metrics, saves checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.trainer.batch_loader import BatchFeed
 from meshwright.trainer.callbacks import CallbackContext, Callbacks
 from meshwright.trainer.checkpointer import Checkpointer
 from meshwright.trainer.evaluating.evaluation import Evaluator
-from meshwright.trainer.incidents.not_finite import BadUpdate, FiniteCheck
+from meshwright.trainer.incidents.not_finite import BadStep, FiniteCheck
 from meshwright.trainer.incidents.recovery import Recovery
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.programs import StepFunction
@@ -36,7 +36,7 @@ from meshwright.trainer.run_progress import (
 from meshwright.trainer.starting.learning_rate import LearningRate
 
 NO_GRADIENT = (
-    "the gradient of the first update is zero: no trained parameter changes the loss; a loss of "
+    "the gradient of the first step is zero: no trained parameter changes the loss; a loss of "
     "argmax, of counts or of comparisons has no gradient"
 )
 """Logged once, since training would continue without changing anything."""
@@ -48,22 +48,22 @@ class Loop:
 
     Attributes:
         step: the compiled step.
-        feed: feeds batches to updates.
-        recovery: deals with updates that are not finite.
+        feed: feeds batches to steps.
+        recovery: deals with steps that are not finite.
         limits: decide when the run ends.
         meter: measures speed.
         log: records metrics and events.
         callbacks: the user's callbacks.
         checkpointer: saves checkpoints.
-        profiling: profiles a few updates.
+        profiling: profiles a few steps.
         evaluator: evaluates states on held-out data; None for no evaluation.
-        eval_every: updates between two evaluations; None for a single one at the end.
-        evaluate_ahead: whether to compile the evaluation during the first update.
-        log_every: updates between two logged updates.
+        eval_every: steps between two evaluations; None for a single one at the end.
+        evaluate_ahead: whether to compile the evaluation during the first step.
+        log_every: steps between two logged steps.
         rate: the learning rate, as a metric.
         context: what callbacks read of the run, and ask for.
-        shares: where the time of an update goes, once it has been profiled.
-        finite_check: finds updates that are not finite.
+        shares: where the time of a step goes, once it has been profiled.
+        finite_check: finds steps that are not finite.
         heartbeat: says where the loop is.
     """
 
@@ -88,58 +88,58 @@ class Loop:
     heartbeat: Heartbeat = field(default_factory=own_heartbeat)
 
     def train(self, state: TrainState, progress: Progress) -> TrainState:
-        """Train from ``progress.update`` until a limit is reached, and return the final state."""
+        """Train from ``progress.step`` until a limit is reached, and return the final state."""
         try:
             return self._train(state, progress)
         except StateNotFinite as error:
-            raise self.finite_check.state_error(error.update) from None
+            raise self.finite_check.state_error(error.step) from None
 
     def _train(self, state: TrainState, progress: Progress) -> TrainState:
-        self.heartbeat.start_from(progress.update)
-        self.context.at(progress.update, state)
-        self.callbacks.call("on_start", progress.update)
+        self.heartbeat.start_from(progress.step)
+        self.context.at(progress.step, state)
+        self.callbacks.call("on_start", progress.step)
         if self.recovery.rewinds:
-            self.checkpointer.save(state, progress.update, loss=None)
-        first, last = progress.update + 1, self.limits.updates
+            self.checkpointer.save(state, progress.step, loss=None)
+        first, last = progress.step + 1, self.limits.steps
         # A resumed run may have had its reason to stop before the checkpoint.
-        if progress.update and (stop := self.limits.stop()):
-            progress.stop, last = stop, progress.update
-        with self.feed.open(progress.update, last):
-            self.meter.restart(progress.update, self.feed.waited)
-            while last != progress.update:
+        if progress.step and (stop := self.limits.stop()):
+            progress.stop, last = stop, progress.step
+        with self.feed.open(progress.step, last):
+            self.meter.restart(progress.step, self.feed.waited)
+            while last != progress.step:
                 try:
-                    state = self._updates(state, progress, first)
+                    state = self._steps(state, progress, first)
                     break
-                except BadUpdate as bad:
+                except BadStep as bad:
                     with self.heartbeat.during(Doing.SAVING):
                         state = self.recovery.handle(bad, self._latest, self.finite_check, progress)
-                    self.context.at(progress.update, state)
+                    self.context.at(progress.step, state)
                     progress.stop = ALL_DONE
         self.profiling.close()
-        done, updates = progress.update, self.limits.updates
-        unfinished = updates is None or done < updates
-        if updates == 0 and progress.stop is ALL_DONE:
+        done, steps = progress.step, self.limits.steps
+        unfinished = steps is None or done < steps
+        if steps == 0 and progress.stop is ALL_DONE:
             progress.stop = NONE_ASKED
         if progress.stop is ALL_DONE and unfinished and not self.limits.whole_data:
-            progress.stop = out_of_batches(done, updates, self.limits.seconds)
+            progress.stop = out_of_batches(done, steps, self.limits.seconds)
         self._end(state, progress)
         return state
 
-    def _updates(self, state: TrainState, progress: Progress, first: int) -> TrainState:
-        """Run updates until a limit is reached; raise `BadUpdate` for one that is not finite."""
+    def _steps(self, state: TrainState, progress: Progress, first: int) -> TrainState:
+        """Run steps until a limit is reached; raise `BadStep` for one that is not finite."""
         to_log: tuple[int, Any] | None = None
-        done, metrics = progress.update, None
+        done, metrics = progress.step, None
         mark = self.heartbeat.mark
         mark(Doing.INPUT)
-        while (batch := self.feed.next(done + 1, self.limits.updates)) is not None:
-            # Beginning an update may mean waiting for other processes.
+        while (batch := self.feed.next(done + 1, self.limits.steps)) is not None:
+            # Beginning a step may mean waiting for other processes.
             mark(Doing.DISPATCHING, done + 1)
-            if stop := self.limits.before_update(done + 1):
+            if stop := self.limits.before_step(done + 1):
                 progress.stop = stop
                 break
             state, metrics = self.step(state, batch)
             self._latest = state
-            done = progress.update = done + 1
+            done = progress.step = done + 1
             self.context.at(done, state)
             mark(Doing.WAITING)
             self.finite_check.add(done, metrics)
@@ -148,7 +148,7 @@ class Loop:
             self._profile(metrics, progress)
             reported = to_log is not None
             if to_log is not None:
-                # One update late, so that the devices already work on the next one.
+                # One step late, so that the devices already work on the next one.
                 self._log(*to_log, progress)
                 to_log = None
             if done == first:
@@ -184,40 +184,40 @@ class Loop:
             return
         self.meter.exclude(time.perf_counter() - started)
         self.shares = {f"{name}_share": share for name, share in profile.shares.items()}
-        self.log.profile(progress.update, profile)
+        self.log.profile(progress.step, profile)
 
-    def _log(self, update: int, metrics: Any, progress: Progress) -> None:
+    def _log(self, step: int, metrics: Any, progress: Progress) -> None:
         with self.heartbeat.during(Doing.WAITING):
-            self.finite_check.look(update)
+            self.finite_check.look(step)
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         with self.heartbeat.during(Doing.CALLBACKS):
-            self._report(update, values, progress)
+            self._report(step, values, progress)
 
-    def _report(self, update: int, values: Metrics, progress: Progress) -> None:
+    def _report(self, step: int, values: Metrics, progress: Progress) -> None:
         values.pop(HALTED, None)
         if progress.skipped:
             values["skipped"] = values.get("skipped", 0.0) + progress.skipped
-        values |= self.rate.of_update(update - progress.skipped) | self.meter.read(
-            progress.update, self.feed.waited
+        values |= self.rate.of_step(step - progress.skipped) | self.meter.read(
+            progress.step, self.feed.waited
         )
         values |= self.shares
-        progress.losses[update] = values["loss"]
+        progress.losses[step] = values["loss"]
         self.context.metrics = values
-        self.log.tracker.log("train", update, values)
-        if update == 1 and values["grad_norm"] == 0:
-            self.log.tracker.event("warning", update, NO_GRADIENT, {})
-        run_log_hooks(update)
-        self.callbacks.call("on_log", update, values)
+        self.log.tracker.log("train", step, values)
+        if step == 1 and values["grad_norm"] == 0:
+            self.log.tracker.event("warning", step, NO_GRADIENT, {})
+        run_log_hooks(step)
+        self.callbacks.call("on_log", step, values)
 
     def _evaluate_and_save(self, state: TrainState, progress: Progress) -> bool:
         """Evaluate and save if due, outside the measured time; return whether it evaluated."""
-        update, started = progress.update, time.perf_counter()
-        evaluating = self.eval_every is not None and update % self.eval_every == 0
-        saving = self.context.take_save() | self.checkpointer.due(update)
+        step, started = progress.step, time.perf_counter()
+        evaluating = self.eval_every is not None and step % self.eval_every == 0
+        saving = self.context.take_save() | self.checkpointer.due(step)
         if evaluating or saving:
-            # What is saved under the number of an update must have all updates up to it.
+            # What is saved under the number of a step must have all steps up to it.
             with self.heartbeat.during(Doing.WAITING):
-                self.finite_check.look(update)
+                self.finite_check.look(step)
         if evaluating:
             self._evaluate(state, progress)
         # A callback may ask during the evaluation.
@@ -229,33 +229,33 @@ class Loop:
         return evaluating
 
     def _evaluate(self, state: TrainState, progress: Progress) -> None:
-        if self.evaluator is None or progress.update in progress.eval:
+        if self.evaluator is None or progress.step in progress.eval:
             return
         with self.heartbeat.during(Doing.EVALUATING):
             self._report_evaluation(self.evaluator(state, self.log.warn), progress)
 
     def _report_evaluation(self, values: Metrics, progress: Progress) -> None:
-        progress.eval[progress.update] = self.context.eval_metrics = values
-        self.log.tracker.log("eval", progress.update, values)
+        progress.eval[progress.step] = self.context.eval_metrics = values
+        self.log.tracker.log("eval", progress.step, values)
         if not math.isfinite(values["loss"]):
             message = f"the loss on held-out data is {values['loss']}, which is never the best"
-            self.log.tracker.event("warning", progress.update, message, {})
-        self.callbacks.call("on_eval", progress.update, values)
+            self.log.tracker.event("warning", progress.step, message, {})
+        self.callbacks.call("on_eval", progress.step, values)
 
     def _save(self, state: TrainState, progress: Progress) -> None:
-        evaluated = progress.eval.get(progress.update)
+        evaluated = progress.eval.get(progress.step)
         loss = evaluated["loss"] if evaluated else None
         with self.heartbeat.during(Doing.SAVING):
-            if self.checkpointer.save(state, progress.update, loss=loss):
-                self.heartbeat.saved(progress.update)
-                self.callbacks.call("on_checkpoint", progress.update)
+            if self.checkpointer.save(state, progress.step, loss=loss):
+                self.heartbeat.saved(progress.step)
+                self.callbacks.call("on_checkpoint", progress.step)
 
     def _end(self, state: TrainState, progress: Progress) -> None:
         if not progress.stop.interrupted:
             self._evaluate(state, progress)
-        # A run that is interrupted before its first update has nothing to save.
-        if progress.update or not progress.stop.interrupted:
+        # A run that is interrupted before its first step has nothing to save.
+        if progress.step or not progress.stop.interrupted:
             self._save(state, progress)
         with self.heartbeat.during(Doing.SAVING):
             self.checkpointer.finish()
-        self.callbacks.call("on_end", progress.update)
+        self.callbacks.call("on_end", progress.step)

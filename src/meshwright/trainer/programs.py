@@ -30,7 +30,7 @@ from meshwright.step.eval_step import (
 )
 
 WARN_FROM_BYTES = 2**20
-"""Smaller deviations per update, such as one more scalar, are not worth a warning."""
+"""Smaller deviations per step, such as one more scalar, are not worth a warning."""
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class CompiledStep:
         if self.ledger is None:
             return []
         return [
-            f"over {axis} the step sends {own.sent_bytes:,} bytes per update where "
+            f"over {axis} each device sends {own.sent_bytes:,} bytes per step where "
             f"{own.minimum_bytes:,} are needed"
             + (f" ({'; '.join(own.excess[:2])})" if own.excess else "")
             for axis, own in self.ledger.axes.items()

@@ -128,7 +128,7 @@ def check_disk_space(folder: Path, structs: CanonicalState, config: CheckpointCo
         )
     # One more than are kept, while it is being written.
     most = config.keep_last + config.keep_best + 1
-    more = max(most - len(CheckpointReader(folder / FOLDER).updates()), 1)
+    more = max(most - len(CheckpointReader(folder / FOLDER).steps()), 1)
     if free >= more * needed:
         return []
     return [

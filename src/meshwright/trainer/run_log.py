@@ -55,13 +55,13 @@ class RunLog:
     def start(
         self, facts: Mapping[str, Any], ledger: Ledger | None, plan: Plan, *, before: int, note: str
     ) -> None:
-        """Log what is known before the first update.
+        """Log what is known before the first step.
 
         Args:
             facts: the content of run.json; its remarks are warnings.
             ledger: what the step communicates, if the compiler reports it.
             plan: the plan.
-            before: updates done before this run.
+            before: steps done before this run.
             note: a remark on the evaluations; empty for none.
         """
         self.tracker.start(dict(facts))
@@ -85,24 +85,24 @@ class RunLog:
         """Log a warning."""
         self.tracker.event("warning", 0, message, {})
 
-    def profile(self, update: int, profile: Profile) -> None:
-        """Log where the time of updates goes."""
+    def profile(self, step: int, profile: Profile) -> None:
+        """Log where the time of steps goes."""
         self._write_json("profile.json", profile.to_json())
         shares = ", ".join(f"{n.replace('_', ' ')} {s:.0%}" for n, s in profile.shares.items())
-        message = f"{profile.updates} updates of {profile.seconds_per_update:.3f} s: {shares}"
-        self.tracker.event("profile", update, message, {"shares": profile.shares})
+        message = f"{profile.steps} steps of {profile.seconds_per_step:.3f} s: {shares}"
+        self.tracker.event("profile", step, message, {"shares": profile.shares})
         for advice in profile.advice:
-            self.tracker.event("warning", update, advice, {})
+            self.tracker.event("warning", step, advice, {})
 
     def stop(self, progress: Progress, seconds: float) -> None:
         """Log the end of a run."""
         stop = progress.stop
         details = {"seconds": seconds, "reason": stop.reason.value}
-        self.tracker.event("stop", progress.update, stop.text, details)
+        self.tracker.event("stop", progress.step, stop.text, details)
 
     def failed(self, progress: Progress, reason: str) -> None:
         """Log the end of a run by an error."""
-        self.tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
+        self.tracker.event("stop", progress.step, f"failed: {reason}", {"failed": True})
 
     def _write_json(self, name: str, content: Any) -> None:
         if self.run_dir is not None and is_main():
@@ -110,7 +110,7 @@ class RunLog:
 
 
 def attempts_so_far(seconds: float) -> dict[str, Any]:
-    """Return the attempts of this launch, and which share of their time went into kept updates."""
+    """Return the attempts of this launch, and which share of their time went into kept steps."""
     earlier = EarlierAttempts.from_environment()
     goodput = earlier.goodput(own_heartbeat().useful, seconds)
     return {"goodput": goodput, "attempts": earlier.count + 1}
@@ -122,7 +122,7 @@ def failed_summary(
     """Return the content of result.json for a run that another attempt would not save."""
     return {
         **summarize(progress.losses, progress.eval),
-        "updates": progress.update,
+        "steps": progress.step,
         "skipped": skipped,
         "seconds": seconds,
         **attempts_so_far(seconds),
@@ -173,7 +173,7 @@ def describe_run(
             }
             for r in reports
         ],
-        "flops_per_update": work.flops,
+        "flops_per_step": work.flops,
         "peak_flops": work.peak_flops,
         "dataset": {
             "fingerprint": fingerprint,
@@ -230,8 +230,8 @@ def memory_per_device(assembled: Assembled, compiled: CompiledStep) -> dict[str,
     }
 
 
-def work_per_update(assembled: Assembled, batch: Any) -> Work:
-    """Return the work of one update on batches like this one."""
+def work_per_step(assembled: Assembled, batch: Any) -> Work:
+    """Return the work of one step on batches like this one."""
     plan, tokens = assembled.plan, tokens_per_sample(batch)
     samples = plan.batch.global_batch_size
     return Work(

@@ -15,12 +15,13 @@ Metrics = dict[str, float]
 class StopReason(Enum):
     """Why a run stopped."""
 
-    ALL_UPDATES = "all updates"
+    ALL_STEPS = "all steps"
     OUT_OF_BATCHES = "out of batches"
     OUT_OF_TIME = "out of time"
     CALLBACK = "callback"
     SIGNAL = "signal"
     RESTORED = "restored"
+    ALL_UPDATES = ALL_STEPS
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,18 @@ class Stop:
         return self.reason is StopReason.SIGNAL
 
 
-ALL_DONE = Stop(StopReason.ALL_UPDATES, "all updates are done")
-NONE_ASKED = Stop(StopReason.ALL_UPDATES, "no updates were asked for")
+ALL_DONE = Stop(StopReason.ALL_STEPS, "all steps are done")
+NONE_ASKED = Stop(StopReason.ALL_STEPS, "no steps were asked for")
 
 
-def out_of_batches(done: int, updates: int | None, seconds: float | None) -> Stop:
-    """Return the stop of a run whose data ended before its last update or its time limit."""
-    if updates is not None:
-        text = f"the batches ran out after {done} of {updates} updates"
+def out_of_batches(done: int, steps: int | None, seconds: float | None) -> Stop:
+    """Return the stop of a run whose data ended before its last step or its time limit."""
+    if steps is not None:
+        text = f"the batches ran out after {done} of {steps} steps"
     elif seconds is not None:
-        text = f"the batches ran out after {done} updates, before {seconds:g} s had passed"
+        text = f"the batches ran out after {done} steps, before {seconds:g} s had passed"
     else:
-        text = f"the batches ran out after {done} updates"
+        text = f"the batches ran out after {done} steps"
     return Stop(StopReason.OUT_OF_BATCHES, text)
 
 
@@ -61,15 +62,15 @@ class Progress:
     """The progress of a run.
 
     Attributes:
-        update: updates done.
-        losses: the mean loss of every logged update, by its number from 1.
-        eval: the metrics of every evaluation, by updates done.
+        step: steps done.
+        losses: the mean loss of every logged step, by its number from 1.
+        eval: the metrics of every evaluation, by steps done.
         stop: why the run ended.
-        skipped: updates among those done that were skipped, because they were not finite.
+        skipped: steps among those done that were skipped, because they were not finite.
         left_out: batches left out when the run went back, as the first and the last of each.
     """
 
-    update: int = 0
+    step: int = 0
     losses: dict[int, float] = field(default_factory=dict[int, float])
     eval: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
     stop: Stop = ALL_DONE
@@ -77,25 +78,25 @@ class Progress:
     left_out: list[list[int]] = field(default_factory=list[list[int]])
 
     def near(self) -> str:
-        """Say what the run is doing; devices may be an update or two behind."""
-        return f"training, near update {max(self.update, 1)}"
+        """Say what the run is doing; devices may be a step or two behind."""
+        return f"training, near step {max(self.step, 1)}"
 
-    def go_back(self, update: int, skipped: int) -> None:
-        """Forget what came after an update."""
-        self.update, self.skipped = update, skipped
+    def go_back(self, step: int, skipped: int) -> None:
+        """Forget what came after a step."""
+        self.step, self.skipped = step, skipped
         for values in (self.losses, self.eval):
-            for later in [each for each in values if each > update]:
+            for later in [each for each in values if each > step]:
                 del values[later]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one update.
+    """The work of one step.
 
     Attributes:
         samples: samples per global batch.
         tokens: tokens per global batch; None if samples are not token sequences.
-        flops: floating-point operations per update; None if not counted.
+        flops: floating-point operations per step; None if not counted.
         peak_flops: peak of all devices together, per second; None if not known.
     """
 
@@ -109,7 +110,7 @@ class Meter:
     """Measures speed between two readings; time spent on other things can be excluded.
 
     Args:
-        work: the work of one update.
+        work: the work of one step.
         devices: devices whose memory is measured.
     """
 
@@ -118,27 +119,27 @@ class Meter:
         self._devices = devices
         self._started = time.perf_counter()
         self._excluded = self._waited = 0.0
-        self._updates = 0
+        self._steps = 0
 
-    def restart(self, updates: int, waited: float) -> None:
-        """Begin an interval, given the updates done and the seconds spent waiting for data."""
+    def restart(self, steps: int, waited: float) -> None:
+        """Begin an interval, given the steps done and the seconds spent waiting for data."""
         self._started = time.perf_counter()
         self._excluded = 0.0
-        self._updates, self._waited = updates, waited
+        self._steps, self._waited = steps, waited
 
     def exclude(self, seconds: float) -> None:
         """Exclude time spent on something other than training."""
         self._excluded += seconds
 
-    def read(self, updates: int, waited: float) -> dict[str, float]:
+    def read(self, steps: int, waited: float) -> dict[str, float]:
         """Return the speed since the last reading, and begin a new interval."""
         elapsed = max(time.perf_counter() - self._started - self._excluded, 1e-9)
-        done = updates - self._updates
+        done = steps - self._steps
         values = self._speed(elapsed / done, (waited - self._waited) / elapsed) if done else {}
         memory = peak_memory(self._devices)
         if memory is not None:
             values["memory_bytes"] = float(memory)
-        self.restart(updates, waited)
+        self.restart(steps, waited)
         return values
 
     def _speed(self, seconds: float, wait_share: float) -> dict[str, float]:

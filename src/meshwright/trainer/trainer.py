@@ -32,7 +32,7 @@ from meshwright.trainer.from_config import read_config
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.starting.continuing import Memory, raise_interrupted, restored_result
 from meshwright.trainer.starting.given_data import (
-    batches_by_update,
+    batches_by_step,
     first_batch,
     read_fit_data,
     read_once,
@@ -73,7 +73,7 @@ class Trainer(TrainerSettings):
             the planner choose, and an empty string puts all devices on ``data``.
         precision: no (float32), bf16 or fp16.
         kernels: what evaluates known parts of the model, such as attention: auto, xla or none.
-        gradient_accumulation_steps: microbatches per update.
+        gradient_accumulation_steps: microbatches per step.
         sync_gradients_every: microbatches between two gradient reductions.
         clip_norm: largest global gradient norm.
         sharding: what is sharded and how; see `ShardingConfig`.
@@ -85,13 +85,13 @@ class Trainer(TrainerSettings):
         init_from: a run or a checkpoint whose parameters training starts from.
         init_patterns: path patterns of the parameters to take from it, such as ``blocks.**``;
             all by default.
-        on_nonfinite: what to do about an update whose loss or gradient is not finite: stop; skip
+        on_nonfinite: what to do about a step whose loss or gradient is not finite: stop; skip
             it; rewind to the last checkpoint and leave out the batches since; or apply it, for an
             optimizer that handles such gradients itself.
-        max_skipped: consecutive updates to skip before training stops.
+        max_skipped: consecutive steps to skip before training stops.
         max_rewinds: how often training goes back before it stops.
         seed: seed of initialization, dropout and data order.
-        log_every: updates between two logged updates.
+        log_every: steps between two logged steps.
         run_name: the name of the run in its folder's metadata, in reports and in trackers; by
             default the end of the folder's path.
         devices: the devices to train on; all by default.
@@ -137,25 +137,25 @@ class Trainer(TrainerSettings):
         progress: bool | None = None,
         assembled: Assembled | None = None,
     ) -> FitResult:
-        """Train for a number of updates or a duration.
+        """Train for a number of steps or a duration.
 
         A second `fit` continues where the last one ended; ``steps`` and ``max_duration`` count from
-        the first update of the run. Ctrl-C raises `KeyboardInterrupt` after the current update,
+        the first step of the run. Ctrl-C raises `KeyboardInterrupt` after the current step,
         SIGTERM and SIGUSR1 exit with code 75; the state is saved in run_dir, or kept in memory.
 
         Args:
             data: a dict of arrays; a dataset of Grain, PyTorch, Hugging Face or tf.data; a list or
                 an iterable of global batches or samples; a function of ([seed,] step, batch_size)
                 or one that returns an iterator; or a source with ``len`` and ``rows(ids)``.
-            steps: number of updates; 0 evaluates and saves the initial model.
+            steps: number of steps; 0 evaluates and saves the initial model.
             max_duration: instead of steps: ``"1000st"``, ``"2ep"``, ``"30min"``.
             epochs: instead of steps: passes over the data.
             batch_size: samples per global batch, if the data does not come in batches.
             eval_data: held-out data in any of these forms.
-            eval_every: updates between two evaluations; None for a single one at the end.
+            eval_every: steps between two evaluations; None for a single one at the end.
             eval_batches: the most batches of one evaluation; None uses every sample once.
             callbacks: callbacks to call during training.
-            on_metrics: called with the number (from 1) and the metrics of every logged update.
+            on_metrics: called with the number (from 1) and the metrics of every logged step.
             run_dir: the run folder for metrics and checkpoints; None writes nothing.
             resume: auto (the newest checkpoint in run_dir, if any), must, never, or a path to one.
             restart: start over, even if this trainer has trained before.
@@ -253,7 +253,7 @@ class Trainer(TrainerSettings):
         """
         if data is None:
             raise data_missing(hardware)
-        batches = batches_by_update(self, data, batch_size, self.result)
+        batches = batches_by_step(self, data, batch_size, self.result)
         return plan_elsewhere(self, read_batch(batches(0)), hardware)
 
     def verify(
@@ -262,14 +262,14 @@ class Trainer(TrainerSettings):
         """Prove that training on the mesh equals training on one device.
 
         Args:
-            data: what `fit` takes, or a function from the number of an update to its batch.
-            steps: updates to compare in float64.
+            data: what `fit` takes, or a function from the number of a step to its batch.
+            steps: steps to compare in float64.
             batch_size: samples per global batch; by default those of the data's batches, of the
                 trainer's plan or of the last `fit`.
         """
         check_count("steps", steps)
         use_disk_cache(self.compilation_cache)
-        batches = batches_by_update(self, data, batch_size, self.result)
+        batches = batches_by_step(self, data, batch_size, self.result)
         first = read_batch(batches(0))
         return verify(
             model_source(self.model, self.loss, lambda: first),
@@ -293,9 +293,7 @@ class Trainer(TrainerSettings):
         """
         return ledger(
             self,
-            data
-            if batch_size is None
-            else batches_by_update(self, data, batch_size, self.result)(0),
+            data if batch_size is None else batches_by_step(self, data, batch_size, self.result)(0),
         )
 
     def _trained(self, of: FitResult | str | Path | None, data: Any) -> FitResult:
@@ -332,7 +330,7 @@ class Trainer(TrainerSettings):
             result = self._memory.result = run.run()
         # A command reports the end of its run itself.
         if current_interrupt() is None:
-            warn_of_end(result, start.updates, asked, form_of(first).num_samples)
+            warn_of_end(result, start.steps, asked, form_of(first).num_samples)
             raise_interrupted(result)
         return result
 

@@ -112,7 +112,7 @@ class TrainerSettings:
 
     @property
     def guarded(self) -> bool:
-        """Whether an update that is not finite changes nothing."""
+        """Whether a step that is not finite changes nothing."""
         return self.on_nonfinite != "apply"
 
 
@@ -151,7 +151,7 @@ def read_pipeline(given: Any) -> PipelineConfig:
 Kind = TypeVar("Kind")
 
 _BATCH = (
-    "the samples of an update are `trainer.fit(…, batch_size=…)`; each device gets an equal part, "
+    "the samples of a step are `trainer.fit(…, batch_size=…)`; each device gets an equal part, "
     "in as many microbatches as gradient_accumulation_steps says"
 )
 _ELSEWHERE = {

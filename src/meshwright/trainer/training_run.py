@@ -47,7 +47,7 @@ from meshwright.trainer.run_log import (
     attempts_so_far,
     describe_run,
     failed_summary,
-    work_per_update,
+    work_per_step,
 )
 from meshwright.trainer.run_progress import Meter, Progress, Work
 from meshwright.trainer.starting.learning_rate import LearningRate, find_schedule
@@ -98,7 +98,7 @@ class TrainingRun:
         self._ends = () if asked.recipe is None else end_tokens(start.hf_files)
         _check_early_stopping(asked)
         check_tracking(asked.tracking, self._run_dir)
-        self._updates = self._count_updates()
+        self._steps = self._count_steps()
         self._evaluator = self._make_evaluator()
         self._progress = Progress()
         self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress)
@@ -160,7 +160,7 @@ class TrainingRun:
         if asked.strict:
             refuse_deviations([*self._assembled.remarks, *compiled.deviations()])
         tracker = make_trackers(
-            asked.tracking, self._run_dir, total_updates=self._updates, progress=asked.progress
+            asked.tracking, self._run_dir, total_steps=self._steps, progress=asked.progress
         )
         log, interrupt = RunLog(tracker, self._run_dir), current_interrupt() or Interrupt()
         # A signal ends a process at once until here; from here on all processes stop together.
@@ -206,12 +206,12 @@ class TrainingRun:
             tracker.close(summary)
         return result
 
-    def _count_updates(self) -> int | None:
-        """Return how many updates to do; None if a time or the end of the data decides."""
+    def _count_steps(self) -> int | None:
+        """Return how many steps to do; None if a time or the end of the data decides."""
         epochs = self._duration.epochs
         if epochs is not None and self._data.stop_after(epochs):
             return None
-        return self._duration.total_updates(
+        return self._duration.total_steps(
             num_samples=self._data.num_samples, batch_size=self._plan.batch.global_batch_size
         )
 
@@ -236,13 +236,13 @@ class TrainingRun:
             facts,
             compiled.ledger,
             self._plan,
-            before=self._restoring.updates_before,
+            before=self._restoring.steps_before,
             note="" if self._evaluator is None else self._evaluator.samples.note(),
         )
 
     @property
     def _skipped(self) -> int:
-        """Updates of this run that were skipped."""
+        """Steps of this run that were skipped."""
         return self._progress.skipped - self._restoring.skipped_before
 
     def _result(self, state: TrainState, seconds: float) -> FitResult:
@@ -255,13 +255,13 @@ class TrainingRun:
         return FitResult(
             losses=progress.losses,
             eval=progress.eval,
-            updates=progress.update,
-            updates_before=self._restoring.updates_before,
+            steps=progress.step,
+            steps_before=self._restoring.steps_before,
             seconds=seconds,
             stop=progress.stop,
             state=state,
             programs=self._programs,
-            metadata=self._metadata.at(progress.update),
+            metadata=self._metadata.at(progress.step),
             run_dir=self._run_dir,
             hf_files=hf_files,
             skipped=self._skipped,
@@ -318,11 +318,11 @@ class TrainingRun:
         )
 
     def _make_limits(self, interrupt: Interrupt) -> Limits:
-        duration, updates = self._duration, self._updates
-        if duration.epochs is not None and updates is not None:
-            updates -= count_batches(self._progress.left_out)
+        duration, steps = self._duration, self._steps
+        if duration.epochs is not None and steps is not None:
+            steps -= count_batches(self._progress.left_out)
         return Limits(
-            updates,
+            steps,
             duration.seconds,
             self._callbacks,
             interrupt,
@@ -354,7 +354,7 @@ class TrainingRun:
 
     @cached_property
     def _work(self) -> Work:
-        return work_per_update(self._assembled, self._batch)
+        return work_per_step(self._assembled, self._batch)
 
 
 def _check_rewinding(on_nonfinite: str, asked: FitSettings) -> None:
@@ -391,5 +391,5 @@ def _check_early_stopping(asked: FitSettings) -> None:
 
 
 def _saved_by_this_run(point: ResumePoint | None) -> int | None:
-    """Return the update of the newest checkpoint in the run folder; None if it has none."""
-    return point.update if point is not None and point.same_run else None
+    """Return the step of the newest checkpoint in the run folder; None if it has none."""
+    return point.step if point is not None and point.same_run else None

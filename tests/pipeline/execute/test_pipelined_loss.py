@@ -155,12 +155,12 @@ def test_remat_and_lifetimes_of_weights_change_nothing(schedule, sharding):
         ("gpipe", {"pipe": 4, "data": 2}),
     ],
 )
-def test_gradients_may_be_reduced_once_per_update(schedule, mesh):
+def test_gradients_may_be_reduced_once_per_step(schedule, mesh):
     compare("tied dropout", mesh, schedule, every=4, zero=1)
 
 
 @pytest.mark.full
-def test_gradients_reduced_once_per_update_are_sent_once():
+def test_gradients_reduced_once_per_step_are_sent_once():
     build, batch, mesh = model("plain", 4), tokens_batch(), {"pipe": 2, "data": 2}
     sent = {}
     for every in (1, 4):
@@ -175,7 +175,7 @@ def test_gradients_reduced_once_per_update_are_sent_once():
 
 
 @pytest.mark.full
-def test_an_update_may_flush_the_pipeline_several_times():
+def test_a_step_may_flush_the_pipeline_several_times():
     compare("tied dropout", {"pipe": 2}, "gpipe", at_a_time=2)
 
 
@@ -269,7 +269,7 @@ def test_ticks_ask_the_host_as_rarely_as_possible(schedule, guards):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_weights_of_blocks_are_cast_once_per_update(schedule):
+def test_weights_of_blocks_are_cast_once_per_step(schedule):
     casts = [
         eqn.outvars[0].aval
         for eqn in ticks(schedule, wide=False, precision="bf16")

@@ -91,7 +91,7 @@ def test_the_state_is_exact_on_every_mesh(estimator, mesh, zero):
         for length in sharding.shard_shape(leaf.shape):
             size *= length
         exact += size
-    # The number of the update is not counted: four bytes.
+    # The number of the step is not counted: four bytes.
     assert estimator.estimate(plan, on(plan)).memory.state == exact - 4
 
 

@@ -55,7 +55,7 @@ def test_the_least_memory_is_what_the_compiled_step_is_given():
         assert least.batch == ROWS // DEVICES * WIDTH * 4
     batch = [jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32, sharding=step.step.shardings.batch)]
     given = step.step.lower(batch).compile().memory_analysis().argument_size_in_bytes
-    # Besides, the step counts its updates and remembers whether it was halted.
+    # Besides, the state counts its steps and remembers whether it was halted.
     assert 0 < given - least.state - least.batch <= 8
 
 
@@ -93,7 +93,7 @@ def test_the_smallest_change_that_fits(mesh, limit, fix):
     with pytest.raises(OutOfMemory) as raised:
         check_memory(assembled(mesh), capacity=room(limit))
     assert raised.value.what.startswith(
-        "the plan does not fit: an update needs at least 16.8 MB per device, and each has "
+        "the plan does not fit: a step needs at least 16.8 MB per device, and each has "
     )
     assert "4.2 MB of parameters + 8.4 MB of optimizer state + 4.2 MB of grad" in str(raised.value)
     assert fix in raised.value.fix
@@ -137,11 +137,11 @@ def test_a_prediction_beyond_the_memory_is_a_warning():
 
     assert warn(2**30, 2**30) == []
     assert warn(2**31, 2**30) == [
-        "an update is predicted to need 2.1 GB per device, and each has 1.1 GB (a test); "
+        "a step is predicted to need 2.1 GB per device, and each has 1.1 GB (a test); "
         "`meshwright plan` finds settings that fit"
     ]
     assert _warn(step, room(2**30), lambda: 1 // 0) == [
-        "how much memory an update needs could not be predicted: integer division or modulo by zero"
+        "how much memory a step needs could not be predicted: integer division or modulo by zero"
     ]
     # On CPUs the host's memory says little about what a device may use.
     assert check_memory(step, lambda: Needs(2**31), room(2**30)) == []
@@ -154,7 +154,7 @@ def test_a_run_that_is_clearly_impossible_writes_and_compiles_nothing(tmp_path, 
     out, err = capfd.readouterr()
     assert (code, out) == (ExitCode.NOTHING_FITS, "")
     # Adam: three numbers and a gradient for each parameter.
-    assert "error: the plan does not fit: an update needs at least 4.6 TB per device" in err
+    assert "error: the plan does not fit: a step needs at least 4.6 TB per device" in err
     assert f"shared by {DEVICES} devices" in err
     assert "more of them hold no more; use a smaller model or a host with more memory" in err
     assert "Traceback" not in err

@@ -47,7 +47,7 @@ def test_statistics_see_one_microbatch_at_a_time(steps, said):
     assert ("statistics of microbatches" in found) == said
     if said:
         words = found["statistics of microbatches"]
-        assert "see the 16 samples of a microbatch, not the 64 of an update" in words
+        assert "see the 16 samples of a microbatch, not the 64 of a step" in words
 
 
 def test_a_small_model_is_explained_by_its_size():
@@ -139,7 +139,7 @@ def test_fewer_devices_are_suggested_where_they_are_faster():
     words = fewer_devices(task(), slow, points)
     assert words.startswith("4 devices are faster than all 8: ")
     assert (
-        f"{human_seconds(fast.time.step)} per update, not {human_seconds(slow.time.step)}, with"
+        f"{human_seconds(fast.time.step)} per step, not {human_seconds(slow.time.step)}, with"
         in words
     )
     assert words.endswith("Write hardware=4xA100-40GB training.global_batch_size=32.")

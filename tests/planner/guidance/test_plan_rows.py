@@ -80,7 +80,7 @@ def test_more_than_linear_scaling_is_explained_only_where_it_happens():
 def test_a_goal_that_cannot_be_counted_is_refused_before_the_search(monkeypatch):
     monkeypatch.setattr("meshwright.planner.guidance.plan_report.search", None)
     images = ClosedForm(blocks=2, hidden=64, heads=2, tokens=1)
-    with pytest.raises(UserError, match="1B tokens cannot be counted in updates"):
+    with pytest.raises(UserError, match="1B tokens cannot be counted in steps"):
         make_report(images, task(), name="images", goal=PlanGoal(Goal(1e9, "tokens")))
 
 
@@ -124,7 +124,7 @@ def test_a_batch_that_no_mesh_divides_comes_first_with_the_nearest_that_do(fixed
 
 def test_a_batch_that_leaves_no_mesh_that_fits_is_blamed():
     error = nothing_fits(NeedsFsdp(), search(NeedsFsdp(), task(batch=63)))
-    assert error.what.endswith(": 63 samples per update can only be divided over 1 of 8 devices")
+    assert error.what.endswith(": 63 samples per step can only be divided over 1 of 8 devices")
     assert error.fix.startswith(
         "write training.global_batch_size=56 or 64 and 8xA100-40GB holds it: fsdp=8"
     )

@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.program.evaluate.widen import widen
 
 GRADIENTS = optax.trace(decay=0.0)
-"""An optimizer whose state after an update is the gradients."""
+"""An optimizer whose state after a step is the gradients."""
 
 
 @dataclass

@@ -159,7 +159,7 @@ def small_trainer(**settings):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_evaluations_are_compiled_in_another_thread_after_the_first_update(compiled_in, fails):
+def test_evaluations_are_compiled_in_another_thread_after_the_first_step(compiled_in, fails):
     compiled_in.fails = fails
     held_out, before = samples(67), []
     ran = small_trainer().fit(
@@ -167,7 +167,7 @@ def test_evaluations_are_compiled_in_another_thread_after_the_first_update(compi
         steps=2,
         batch_size=32,
         eval_data=held_out,
-        on_metrics=lambda update, _: before.append(list(compiled_in.threads)) if update == 1 else 0,
+        on_metrics=lambda step, _: before.append(list(compiled_in.threads)) if step == 1 else 0,
     )
     apart = [name for name in compiled_in.threads if name.startswith("evaluation")]
     in_front = [name for name in compiled_in.threads if name == "MainThread"]
@@ -197,6 +197,6 @@ def test_a_loss_that_cannot_be_evaluated_is_an_error_when_it_is():
             batch_size=32,
             eval_data=samples(32),
             eval_every=2,
-            on_metrics=lambda update, _: trained.append(update),
+            on_metrics=lambda step, _: trained.append(step),
         )
     assert trained == [1]

@@ -21,7 +21,7 @@ X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 
 
 def batches(*, nan_at=None, key="x"):
-    """Batches whose values are NaN from one update on, counted from 1."""
+    """Batches whose values are NaN from one step on, counted from 1."""
     return [
         {"x": X, "scale": np.ones((8, 1), np.float32)}
         | ({key: np.full_like(X[:, : 4 if key == "x" else 1], np.nan)} if u == nan_at else {})
@@ -50,21 +50,21 @@ def fit(folder, data, *, loss=square, optimizer=None, steps=12, keep_last=2, **s
 
 
 def saved(folder):
-    return CheckpointReader(folder / "checkpoints").updates()
+    return CheckpointReader(folder / "checkpoints").steps()
 
 
 def assert_all_finite(folder):
-    for update in saved(folder):
-        assert all(np.isfinite(v).all() for v in read_params(folder, update=update).values())
+    for step in saved(folder):
+        assert all(np.isfinite(v).all() for v in read_params(folder, step=step).values())
 
 
 def test_a_diverged_run_keeps_its_good_checkpoints(tmp_path):
-    with pytest.raises(UserError, match="the loss is nan at update 6"):
+    with pytest.raises(UserError, match="the loss is nan at step 6"):
         fit(tmp_path, batches(nan_at=6))
     assert saved(tmp_path) == [4, 5]
     assert_all_finite(tmp_path)
-    # The state of update 5 goes on as if nothing had happened.
-    assert fit(tmp_path, batches()).updates == 12
+    # The state of step 5 goes on as if nothing had happened.
+    assert fit(tmp_path, batches()).steps == 12
 
 
 def test_the_report_says_that_it_diverged(tmp_path, capfd):
@@ -72,7 +72,7 @@ def test_the_report_says_that_it_diverged(tmp_path, capfd):
         fit(tmp_path, batches(nan_at=6))
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert '"failure": "failed: the loss is nan at update 6"' in page.replace('":"', '": "')
+    assert '"failure": "failed: the loss is nan at step 6"' in page.replace('":"', '": "')
 
 
 def test_the_gradient_may_be_the_first_to_go(tmp_path):
@@ -82,9 +82,9 @@ def test_the_gradient_may_be_the_first_to_go(tmp_path):
         return square(model, batch | {"scale": jnp.ones_like(batch["scale"])}) + root.mean()
 
     data = batches()
-    for update, batch in enumerate(data, 1):
-        batch["scale"] = batch["scale"] * (1 if update == 4 else 3)
-    with pytest.raises(UserError, match="the gradient is not finite at update 4") as caught:
+    for step, batch in enumerate(data, 1):
+        batch["scale"] = batch["scale"] * (1 if step == 4 else 3)
+    with pytest.raises(UserError, match="the gradient is not finite at step 4") as caught:
         fit(tmp_path, data, loss=steep)
     assert "the gradient norm nan" in caught.value.why
     assert saved(tmp_path) == [2, 3]
@@ -95,7 +95,7 @@ def test_an_optimizer_that_spoils_the_state_is_found_before_it_is_saved(tmp_path
     def rate(count):
         return jnp.where(count == 3, jnp.inf, 0.01)
 
-    with pytest.raises(UserError, match="the state is not finite after update 4") as caught:
+    with pytest.raises(UserError, match="the state is not finite after step 4") as caught:
         fit(tmp_path, batches(), optimizer=optax.sgd(rate), steps=4)
     assert "what the optimizer made of them is not" in caught.value.why
     assert saved(tmp_path) == [2, 3]
@@ -108,13 +108,13 @@ def test_an_optimizer_that_drops_bad_gradients_goes_on(tmp_path):
 
     optimizer = optax.chain(optax.zero_nans(), optax.sgd(0.01))
     policy = {"on_nonfinite": "apply", "steps": 3}
-    assert fit(tmp_path, batches(), loss=steep, optimizer=optimizer, **policy).updates == 3
+    assert fit(tmp_path, batches(), loss=steep, optimizer=optimizer, **policy).steps == 3
     assert saved(tmp_path) == [2, 3]
 
 
-def test_skipped_updates_of_fp16_are_saved(tmp_path):
+def test_skipped_steps_of_fp16_are_saved(tmp_path):
     result = fit(tmp_path, batches(nan_at=3), precision="fp16", steps=4)
-    assert result.updates == 4
+    assert result.steps == 4
     assert int(result.state.loss_scale.skipped) == 1
     assert saved(tmp_path) == [3, 4]
     assert_all_finite(tmp_path)
@@ -124,8 +124,8 @@ def test_an_evaluation_that_is_not_finite_is_never_the_best(tmp_path):
     class Poisoned(mw.Callback):
         """Spoils the held-out data after the second evaluation."""
 
-        def on_eval(self, update, values):
-            if update == 2:
+        def on_eval(self, step, values):
+            if step == 2:
                 held_out[0]["x"][:] = np.nan
 
     held_out = [{"x": X.copy(), "scale": np.ones((8, 1), np.float32)}]
@@ -142,5 +142,5 @@ def test_an_evaluation_that_is_not_finite_is_never_the_best(tmp_path):
     assert saved(tmp_path) == [2, 5]
     assert CheckpointReader(tmp_path / "checkpoints").best() == 2
     lines = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    warned = [line["update"] for line in lines if "never the best" in line["message"]]
+    warned = [line["step"] for line in lines if "never the best" in line["message"]]
     assert warned == [3, 4, 5]

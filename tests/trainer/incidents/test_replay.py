@@ -1,4 +1,4 @@
-"""Replaying an update that was not finite: bit for bit, with its module and its samples."""
+"""Replaying a step that was not finite: bit for bit, with its module and its samples."""
 
 import json
 import sys
@@ -70,12 +70,12 @@ def loss(model, batch):
 
 
 def record(folder, x, build=Net, **settings):
-    """Train until the update stops the run; return the folder of its record."""
+    """Train until the step stops the run; return the folder of its record."""
     trainer = mw.Trainer(
         model=build, loss=loss, optimizer=optax.adam(0.01), mesh="data=2",
         devices=jax.devices()[:2], **settings,
     )  # fmt: skip
-    with pytest.raises(mw.UserError, match=r"is (nan|inf|not finite) at update 1"):
+    with pytest.raises(mw.UserError, match=r"is (nan|inf|not finite) at step 1"):
         trainer.fit({"x": x}, steps=1, batch_size=40, run_dir=folder, progress=False)
     return folder / "incidents/000001"
 
@@ -97,19 +97,25 @@ def test_a_gradient_that_only_the_backward_pass_makes_infinite(tmp_path):
     assert (first.module, first.backward) == ("last", True)
     assert found.responsible.samples == (BAD,)
     assert found.responsible.finite_without
-    # The record says which samples they are, and has the state before the update.
+    # The record says which samples they are, and has the state before the step.
     facts = json.loads((path / "record.json").read_text())
     assert sorted(facts["samples"]) == list(range(40))
     assert facts["random_streams"] == []
     assert read_params(path)["up.kernel"].shape == (4, 8)
     assert "first: " in str(found)
     assert "in `last`, in the backward pass" in str(found)
-    assert f"samples: sample {BAD}; without it the update is finite" in str(found)
+    assert f"samples: sample {BAD}; without it the step is finite" in str(found)
 
 
 def test_a_batch_that_is_not_finite_itself(tmp_path):
     path = record(tmp_path, positive(row=np.nan))
+    # As earlier versions wrote it.
+    facts = json.loads((path / "record.json").read_text())
+    assert facts["history"][-1]["step"] == facts["step"] == 1
+    facts = {("update" if key == "step" else key): value for key, value in facts.items()}
+    (path / "record.json").write_text(json.dumps(facts | {"format": 1}))
     found = mw.replay(path, model=Net, loss=loss, devices=jax.devices()[:1])
+    assert found.update == found.step == 1
     assert found.where.startswith("one device instead of data=2")
     assert [(a.name, a.nans, a.samples) for a in found.bad_arrays] == [("x", 4, (BAD,))]
     assert found.origin.operation == "batch array x"
@@ -186,13 +192,13 @@ def test_the_command_line(tmp_path, monkeypatch, capfd):
     settings += ["model.mesh_shape=null", "training.steps=4", "hydra.run.dir=run"]
     assert main(["train", *settings]) == 4
     error = " ".join(capfd.readouterr().err.split())
-    assert "error: the loss is inf at update 3" in error
+    assert "error: the loss is inf at step 3" in error
     assert "meshwright replay " in error
     assert "if only some samples fail, training.on_nonfinite=skip continues without the" in error
     assert "if all do, the parameters are the cause: go back to a checkpoint with" in error
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["updates"], result["failed"]) == (2, True)
-    assert result["stopped"] == "failed: the loss is inf at update 3"
+    assert (result["steps"], result["failed"]) == (2, True)
+    assert result["stopped"] == "failed: the loss is inf at step 3"
     assert read_run(tmp_path / "run")["failure"] == result["stopped"]
     assert main(["replay", "run/incidents/000003", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
@@ -203,7 +209,7 @@ def test_the_command_line(tmp_path, monkeypatch, capfd):
     sys.modules.pop("ownparts", None)
 
 
-def test_an_update_that_fails_with_every_sample_is_blamed_on_the_parameters(tmp_path):
+def test_a_step_that_fails_with_every_sample_is_blamed_on_the_parameters(tmp_path):
     def told(samples: tuple[int, ...], finite_without: bool | None) -> str:
         responsible = Responsible(samples, finite_without)
         numbers = ("nan", "nan")

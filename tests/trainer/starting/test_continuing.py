@@ -36,7 +36,7 @@ def arrays(result):
 
 @pytest.fixture(scope="module")
 def whole(quick_module):
-    """Six updates in one go."""
+    """Six steps in one go."""
     return trainer().fit(ARRAYS, steps=6, batch_size=16)
 
 
@@ -64,8 +64,8 @@ def test_a_second_fit_goes_on_bit_for_bit_without_compiling(whole, caplog):
     # The first result is still there, and still what it was.
     for ours, expected in zip(arrays(first), before, strict=True):
         np.testing.assert_array_equal(ours, expected)
-    with pytest.warns(UserWarning, match="already done 6 updates, and nothing was trained"):
-        assert given.fit(ARRAYS, steps=6, **settings).updates == 6
+    with pytest.warns(UserWarning, match="already done 6 steps, and nothing was trained"):
+        assert given.fit(ARRAYS, steps=6, **settings).steps == 6
     again = given.fit(ARRAYS, steps=3, restart=True, **settings)
     assert again.losses == first.losses
 
@@ -74,7 +74,7 @@ def test_another_batch_size_goes_on_and_another_optimizer_does_not(whole):
     given = trainer()
     given.fit(ARRAYS, steps=2, batch_size=16)
     result = given.fit(ARRAYS, steps=3, batch_size=32)
-    assert (list(result.losses), result.updates) == ([3], 3)
+    assert (list(result.losses), result.steps) == ([3], 3)
     given.optimizer = optax.sgd(0.1)
     with pytest.raises(UserError, match="not the one of the last fit"):
         given.fit(ARRAYS, steps=4, batch_size=32)
@@ -94,12 +94,12 @@ def test_a_run_folder_and_memory_must_not_disagree(tmp_path):
     settings = {"batch_size": 16, "run_dir": tmp_path}
     given.fit(ARRAYS, steps=2, **settings)
     continued = given.fit(ARRAYS, steps=3, **settings)
-    assert (continued.updates, continued.updates_before) == (3, 2)
-    assert str(continued).startswith("trained 1 update (3 updates in all) of 16 samples on ")
+    assert (continued.steps, continued.steps_before) == (3, 2)
+    assert str(continued).startswith("trained 1 step (3 steps in all) of 16 samples on ")
     given.fit(ARRAYS, steps=4, batch_size=16)
     with pytest.raises(UserError, match="not clear where to continue") as caught:
         given.fit(ARRAYS, steps=5, **settings)
-    assert "done 4 updates, and the newest checkpoint in the run folder is of update 3" in str(
+    assert "done 4 steps, and the newest checkpoint in the run folder is of step 3" in str(
         caught.value
     )
     assert list(given.fit(ARRAYS, steps=5, resume="must", **settings).losses) == [4, 5]
@@ -109,18 +109,18 @@ class Signal(mw.Callback):
     def __init__(self, number):
         self.number = number
 
-    def on_log(self, update, values):
-        if update == 2:
+    def on_log(self, step, values):
+        if step == 2:
             os.kill(os.getpid(), self.number)
 
 
 def test_ctrl_c_saves_and_raises_and_the_run_goes_on(whole, tmp_path):
     given = trainer()
     settings = {"steps": 6, "batch_size": 16, "run_dir": tmp_path}
-    with pytest.raises(KeyboardInterrupt, match=f"after update 3; its state is in {tmp_path}"):
+    with pytest.raises(KeyboardInterrupt, match=f"after step 3; its state is in {tmp_path}"):
         given.fit(ARRAYS, callbacks=[Signal(signal.SIGINT)], **settings)
     assert (tmp_path / "checkpoints/3").is_dir()
-    assert given.result.updates == 3
+    assert given.result.steps == 3
     values = given.evaluate(ARRAYS)
     assert values["eval_samples"] == 40
     assert trainer().evaluate(ARRAYS, of=tmp_path) == values
@@ -148,7 +148,7 @@ def test_a_callback_as_documented_survives_a_resume(tmp_path):
     class Patience(mw.Callback):
         small = False
 
-        def on_log(self, update, values):
+        def on_log(self, step, values):
             self.small = values["grad_norm"] < 1e-3
 
         def should_stop(self):
@@ -156,7 +156,7 @@ def test_a_callback_as_documented_survives_a_resume(tmp_path):
 
     for steps in (1, 2):
         settings = {"batch_size": 16, "run_dir": tmp_path, "callbacks": [Patience()]}
-        assert trainer().fit(ARRAYS, steps=steps, **settings).updates == steps
+        assert trainer().fit(ARRAYS, steps=steps, **settings).steps == steps
 
 
 def test_before_training_there_is_nothing_to_predict_with():

@@ -1,4 +1,4 @@
-"""Plans for fewer processes: which mesh, and the same samples in each update."""
+"""Plans for fewer processes: which mesh, and the same samples in each step."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_data_shrinks_before_fsdp_and_the_others_stay(mesh, count, smaller, keep
         assert batch.gradient_accumulation_steps == 2
 
 
-def test_gradients_that_were_reduced_once_per_update_still_are():
+def test_gradients_that_were_reduced_once_per_step_still_are():
     plan = planned({"data": 4}, samples=24, steps=2, sync=2)
     batch = shrink_plan(plan, 2, keep_micro=True).batch
     assert (batch.gradient_accumulation_steps, batch.sync_gradients_every) == (4, 4)

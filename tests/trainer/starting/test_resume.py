@@ -28,13 +28,13 @@ ARRAYS = {name: np.asarray(array) for name, array in vectors(SAMPLES).items()}
 
 
 class Seen(mw.Callback):
-    """Notes the loss of every update."""
+    """Notes the loss of every step."""
 
     def __init__(self):
         self.losses = {}
 
-    def on_log(self, update, values):
-        self.losses[update] = values["loss"]
+    def on_log(self, step, values):
+        self.losses[step] = values["loss"]
 
 
 class Noisy(nnx.Module):
@@ -83,13 +83,13 @@ def trainer(quick_module):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, trainer):
-    """Twenty updates in one go."""
+    """Twenty steps in one go."""
     return train(tmp_path_factory.mktemp("whole"), 20, trainer, restart=True)
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory, trainer):
-    """The folder of the first ten updates."""
+    """The folder of the first ten steps."""
     folder = tmp_path_factory.mktemp("half")
     train(folder, 10, trainer, restart=True)
     return folder
@@ -110,14 +110,14 @@ def copy_run(folder, to):
     return shutil.copytree(folder, to / "run")
 
 
-def test_ten_and_ten_updates_are_twenty_bit_for_bit(whole, half, tmp_path):
+def test_ten_and_ten_steps_are_twenty_bit_for_bit(whole, half, tmp_path):
     result, losses = whole
     resumed, later = train(copy_run(half, tmp_path), 20)
     assert list(later) == list(range(11, 21))
-    assert later == {update: losses[update] for update in range(11, 21)}
+    assert later == {step: losses[step] for step in range(11, 21)}
     for path, value in leaves(result).items():
         np.testing.assert_array_equal(leaves(resumed)[path], value, err_msg=path)
-    assert resumed.updates == 20
+    assert resumed.steps == 20
     assert int(resumed.state.step) == 20
 
 
@@ -130,7 +130,7 @@ def test_eight_devices_then_four_then_one_see_the_same_samples(whole, half, tmp_
     assert list(later) == list(range(11, 21))
     np.testing.assert_allclose(list(later.values()), [losses[u] for u in later], rtol=2e-5)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines if line["kind"] == "resume"] == [10, 15]
+    assert [line["step"] for line in lines if line["kind"] == "resume"] == [10, 15]
 
 
 @pytest.mark.full
@@ -140,7 +140,7 @@ def test_rolled_blocks_go_on_unrolled(tmp_path):
     first, _ = train(folder, 2, model=Rolled, sharding=scan)
     assert any(step.stacked for step in first.assembled.traced.layout.step_leaves)
     second, _ = train(folder, 3, model=Rolled)
-    assert second.updates == 3
+    assert second.steps == 3
     again, _ = train(tmp_path / "whole", 3, model=Rolled)
     for path, value in leaves(again).items():
         np.testing.assert_allclose(leaves(second)[path], value, rtol=1e-4, atol=1e-6, err_msg=path)
@@ -166,7 +166,7 @@ def test_another_number_of_microbatches_is_warned_of(half, tmp_path):
     train(folder, 10, gradient_accumulation_steps=2)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     told = [line["message"] for line in lines if line["kind"] == "warning"]
-    expected = "an update had 1 microbatch before the checkpoint and has 2 now"
+    expected = "a step had 1 microbatch before the checkpoint and has 2 now"
     assert any(expected in message for message in told)
 
 
@@ -218,8 +218,8 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
     class Signal(mw.Callback):
         """Asks to stop while training, as a user or a cluster does."""
 
-        def on_log(self, update, values):
-            if update == 3:
+        def on_log(self, step, values):
+            if step == 3:
                 signal.raise_signal(signal.SIGTERM)
 
     trainer = mw.Trainer(
@@ -233,14 +233,14 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
     result = trainer.result
     assert signal.getsignal(signal.SIGTERM) is before
     assert (result.interrupted, result.stopped) == (True, "SIGTERM asked to stop")
-    assert result.updates < 9
-    assert (tmp_path / f"checkpoints/{result.updates}").is_dir()
-    assert trainer.fit(ARRAYS, steps=9, **given).updates == 9
+    assert result.steps < 9
+    assert (tmp_path / f"checkpoints/{result.steps}").is_dir()
+    assert trainer.fit(ARRAYS, steps=9, **given).steps == 9
 
 
 def test_a_failure_is_written_down(tmp_path):
     class Failing(mw.Callback):
-        def on_log(self, update, values):
+        def on_log(self, step, values):
             raise RuntimeError("the callback's own fault\nand more")
 
     trainer = mw.Trainer(
@@ -254,10 +254,10 @@ def test_a_failure_is_written_down(tmp_path):
 
 def test_early_stopping_remembers_what_it_saw_before_the_checkpoint(tmp_path):
     class Unlucky(mw.Callback):
-        """Is asked to stop after some updates."""
+        """Is asked to stop after some steps."""
 
-        def on_log(self, update, values):
-            if update == 5:
+        def on_log(self, step, values):
+            if step == 5:
                 signal.raise_signal(signal.SIGTERM)
 
     def go_on(callbacks=(), folder="run"):
@@ -282,11 +282,11 @@ def test_early_stopping_remembers_what_it_saw_before_the_checkpoint(tmp_path):
         )
 
     # Nothing becomes better at a learning rate of 0: the best is the first of four evaluations.
-    assert go_on(folder="whole").updates == 8
+    assert go_on(folder="whole").steps == 8
     with pytest.raises(SystemExit):
         go_on([Unlucky()])
-    assert go_on().updates == 8
-    assert go_on().updates == 8
+    assert go_on().steps == 8
+    assert go_on().steps == 8
 
 
 def test_devices_are_made_by_all_processes_before_one_of_them_looks(tmp_path, monkeypatch):

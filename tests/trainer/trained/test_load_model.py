@@ -166,8 +166,8 @@ def test_runs_of_the_command_line_need_no_model_and_start_others(tmp_path, capfd
     with monkeypatch.context() as forged:
         real = CheckpointReader.metadata
 
-        def metadata(self, update):
-            found = real(self, update)
+        def metadata(self, step):
+            found = real(self, step)
             kind = {**found.config["model"], "kind": "subprocess:Popen", "args": "touch forged"}
             return replace(found, config={**found.config, "model": kind})
 

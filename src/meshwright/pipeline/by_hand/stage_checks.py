@@ -57,12 +57,12 @@ def check_seed(seed: object) -> None:
 
 
 def check_unused(states: PyTree) -> None:
-    """Refuse optimizer states whose buffers an earlier update has reused."""
+    """Refuse optimizer states whose buffers an earlier step has reused."""
     leaves = jax.tree.leaves(states)
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise UserError(
-            "states were already used by an earlier update",
-            why="an update reuses their memory for the new states it returns",
+            "states were already used by an earlier step",
+            why="a step reuses their memory for the new states it returns",
             fix="write loss, states = pipeline.update(optimizer, states, x, y)",
         )
 

@@ -234,11 +234,11 @@ class Pipeline:
         *,
         clip_norm: float | None = None,
     ) -> tuple[Array, list[PyTree]]:
-        """Train on a batch; return its loss before the update, and the optimizer's new states.
+        """Train on a batch; return its loss before the step, and the optimizer's new states.
 
         Args:
             optimizer: any optax transformation. It sees the leaves of one stage at a time.
-            states: what `init` or the previous update returned; they cannot be reused.
+            states: what `init` or the previous call returned; they cannot be reused.
             x: inputs, samples in dim 0.
             target: targets of the loss, as many samples.
             clip_norm: largest norm of the gradients of all stages together.

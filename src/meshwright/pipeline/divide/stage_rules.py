@@ -94,7 +94,7 @@ def make_whole(array: Array, mesh: Mesh | AbstractMesh, dims: Collection[int]) -
 
 
 def _changed(eqn: Equation, part: Atom) -> tuple[int, ...]:
-    """Return the dims whose size the result, or the update, does not have."""
+    """Return the dims whose size the result, or the step, does not have."""
     sizes = zip(aval_of(eqn.invars[0]).shape, aval_of(part).shape, strict=True)
     return tuple(d for d, (whole, size) in enumerate(sizes) if whole != size)
 

@@ -61,7 +61,7 @@ class PipelinedLoss:
         sums: by number of the step leaf, the layout of its gradient sum on one stage.
         gradients: by number of the step leaf, the placement of its gradient afterwards.
         per_device: the same loss for the samples of one device, if each device sums its gradients
-            until the end of the update.
+            until the end of the step.
     """
 
     def __init__(

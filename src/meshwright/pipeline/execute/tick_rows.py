@@ -91,7 +91,7 @@ def named(operation: TickOp, function: F) -> F:
 
 @dataclass(frozen=True)
 class OpCounts:
-    """How often each stage runs which operation in one update.
+    """How often each stage runs which operation in one step.
 
     Attributes:
         ticks: number of ticks.

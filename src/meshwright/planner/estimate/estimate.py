@@ -20,13 +20,13 @@ MARGIN_WORDS = (
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per device while an update runs.
+    """Bytes per device while a step runs.
 
     Attributes:
         parameters: trained and frozen parameters, and other state of the model; exact.
         optimizer: the state of the optimizer; exact.
         gradients: gradients that exist at the moment of the peak, and sums of them.
-        batch: the samples of an update; exact.
+        batch: the samples of a step; exact.
         gathered: weights that are gathered or cast at the moment of the peak.
         activations: values that the backward pass needs, at the moment of the peak.
         working: everything else at the moment of the peak.
@@ -52,7 +52,7 @@ class MemoryEstimate:
 
     @property
     def least(self) -> int:
-        """Bytes without which no update is possible: state, gradients, batch."""
+        """Bytes without which no step is possible: state, gradients, batch."""
         return self.state + self.batch + self.all_gradients
 
     @property
@@ -75,7 +75,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What the devices of one mesh axis send per update.
+    """What the devices of one mesh axis send per step.
 
     Attributes:
         sent_bytes: bytes that each device sends.
@@ -90,13 +90,13 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds of one update.
+    """Seconds of one step.
 
     Attributes:
         compute: kernels of one device, without waiting.
         traffic: what is sent, by mesh axis.
         bubble: seconds in which a device waits for other pipeline stages.
-        flops: operations of one update on all devices, without recomputation.
+        flops: operations of one step on all devices, without recomputation.
         peak_flops: operations per second that all devices together can do at most.
     """
 
@@ -113,7 +113,7 @@ class TimeEstimate:
 
     @property
     def step(self) -> float:
-        """Seconds of one update."""
+        """Seconds of one step."""
         return self.compute + self.exposed + self.bubble
 
     @property
@@ -129,7 +129,7 @@ class Estimate:
     Attributes:
         plan: the plan.
         hardware: the hardware.
-        time: seconds per update.
+        time: seconds per step.
         find_memory: computes the memory when it is asked for: of most plans only the time counts.
     """
 

@@ -1,4 +1,4 @@
-"""What the devices of each mesh axis have to send per update, and how long that takes."""
+"""What the devices of each mesh axis have to send per step, and how long that takes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def memory_parts(memory: MemoryEstimate) -> dict[str, int]:
 
 
 def time_parts(estimate: Estimate) -> dict[str, float]:
-    """Return seconds of an update by what they are spent on; their sum is the step."""
+    """Return the seconds of a step by what they are spent on."""
     time = estimate.time
     sent = {f"{_SENT_OVER}{axis}": own.exposed_seconds for axis, own in time.traffic.items()}
     return {"computing": time.compute, **sent, "pipeline bubble": time.bubble}
@@ -64,7 +64,7 @@ def settings_of(plan: Plan) -> str:
 
 
 def microbatches_of(plan: Plan) -> str:
-    """Return how many microbatches a replica runs per update: ``4 microbatches of 2 samples``."""
+    """Return how many microbatches a replica runs per step: ``4 microbatches of 2 samples``."""
     batch = plan.batch
     count = counted(batch.gradient_accumulation_steps, "microbatch")
     return f"{count} of {counted(batch.micro_batch_size, 'sample')}"
@@ -119,7 +119,7 @@ def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -
     bound = "at least " if at_least else ""
     percent = f"{ratio:.0%}" if ratio >= 0.095 else f"{ratio:.1%}"
     own, usual = human_seconds(other.time.step), human_seconds(best.time.step)
-    times = f" ({bound}{own} per update, not {usual})" if own != usual else ""
+    times = f" ({bound}{own} per step, not {usual})" if own != usual else ""
     name = describe_sizes(best.plan.mesh)
     return f"{bound}{percent} slower than {name}{times}" + (f": {text}" if text else "")
 
@@ -138,7 +138,7 @@ def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:
         "that fit take longer"
     )
     if bound.time.step <= best.time.step:
-        return f"slower than {name} ({human_seconds(best.time.step)} per update): {need}"
+        return f"slower than {name} ({human_seconds(best.time.step)} per step): {need}"
     return f"{slower_because(bound, best, at_least=True)}; {need}"
 
 
@@ -165,9 +165,9 @@ def compare_plans(one: Estimate, other: Estimate) -> str:
     memory = f"{human_bytes(other.memory.total)} per device"
     need = f"It needs {memory}, not {human_bytes(one.memory.total)}."
     if abs(after / before - 1) < 0.0005:
-        return f"{second} takes as long as {first}, {human_seconds(before)} per update. {need}"
+        return f"{second} takes as long as {first}, {human_seconds(before)} per step. {need}"
     slow, fast = (other, one) if after > before else (one, other)
-    times = f"{human_seconds(after)} per update, not {human_seconds(before)}"
+    times = f"{human_seconds(after)} per step, not {human_seconds(before)}"
     causes = _more_time(slow, fast)
     if slow is other:
         why = f": {causes}" if causes else ""

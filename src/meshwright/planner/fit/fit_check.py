@@ -118,12 +118,12 @@ def warn_of_compiled(assembled: Assembled, memory: MemoryUse | None) -> list[str
     capacity = device_capacity(assembled.mesh.local_devices)
     if memory is None or capacity is None:
         return []
-    return _exceeding("the compiled update needs", memory.total, capacity)
+    return _exceeding("the compiled step needs", memory.total, capacity)
 
 
 def _too_large(assembled: Assembled, least: MemoryEstimate, capacity: Capacity) -> OutOfMemory:
     return OutOfMemory(
-        f"the plan does not fit: an update needs at least {human_bytes(least.total)} per device, "
+        f"the plan does not fit: a step needs at least {human_bytes(least.total)} per device, "
         f"and each has {human_bytes(capacity.bytes)}",
         why=f"{list_memory(least)}, before anything is computed; a device has {capacity}",
         fix=next(_changes(assembled, least, capacity), _what_holds_it(capacity)),
@@ -150,15 +150,15 @@ def _warn(
         needs = make_estimator().estimate(assembled.plan, hardware).memory.total
     except Exception as error:
         # Whatever a prediction fails on, the run itself may not.
-        return [f"how much memory an update needs could not be predicted: {error}"]
-    return _exceeding("an update is predicted to need", needs, capacity)
+        return [f"how much memory a step needs could not be predicted: {error}"]
+    return _exceeding("a step is predicted to need", needs, capacity)
 
 
-def _exceeding(update: str, needs: int, capacity: Capacity) -> list[str]:
+def _exceeding(what: str, needs: int, capacity: Capacity) -> list[str]:
     if needs <= capacity.bytes:
         return []
     return [
-        f"{update} {human_bytes(needs)} per device, and each has {capacity}; "
+        f"{what} {human_bytes(needs)} per device, and each has {capacity}; "
         "`meshwright plan` finds settings that fit"
     ]
 

@@ -108,7 +108,7 @@ class MemoryAdvice:
         memory = None if program is None else program.memory
         if program is None or memory is None:
             total = human_bytes(least.total)
-            yield f"an update needs at least {total} per device: {list_memory(least)}"
+            yield f"a step needs at least {total} per device: {list_memory(least)}"
         else:
             yield (
                 f"the compiled step needs {human_bytes(memory.total)} per device: "

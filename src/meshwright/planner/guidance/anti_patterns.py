@@ -19,7 +19,7 @@ from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
-"""Waiting is mentioned from this share of an update."""
+"""Waiting is mentioned from this share of a step."""
 TINY_SHARD = 2**20
 """Parameters on a device below which a mesh shards the model more than it needs to."""
 
@@ -114,7 +114,7 @@ def _tensor_across(estimate: Estimate) -> str:
     return (
         f"tensor={size} spans nodes of {estimate.hardware.devices_per_node}: "
         f"{human_seconds(traffic.exposed_seconds)} of {human_seconds(estimate.time.step)} per "
-        f"update wait for {speeds(estimate.hardware)}"
+        f"step wait for {speeds(estimate.hardware)}"
     )
 
 
@@ -192,7 +192,7 @@ def _seen_by_parts(estimate: Estimate, sees: str) -> str:
         return ""
     return (
         f"{sees} the {batch.micro_batch_size * batch.replicas} samples of a microbatch, not the "
-        f"{batch.global_batch_size} of an update, so that training differs. "
+        f"{batch.global_batch_size} of a step, so that training differs. "
         f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
     )
 

@@ -11,9 +11,9 @@ from meshwright.errors import UserError, did_you_mean
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.text.units import human_count, human_seconds
 
-Unit = Literal["tokens", "samples", "epochs", "updates"]
+Unit = Literal["tokens", "samples", "epochs", "steps"]
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_SHORT: dict[str, Unit] = {"": "tokens", "ep": "epochs", "st": "updates", "steps": "updates"}
+_SHORT: dict[str, Unit] = {"": "tokens", "ep": "epochs", "st": "steps", "updates": "steps"}
 _WRITTEN = re.compile(
     r"\s*(\d[\d_,]*(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)\s*([a-z]*)\s*", re.IGNORECASE
 )
@@ -24,7 +24,7 @@ NO_PRICE = "no price known (--price 2.5 sets USD per device and hour)"
 
 @dataclass(frozen=True)
 class Goal:
-    """How much to train: a number of tokens, samples, epochs or updates."""
+    """How much to train: a number of tokens, samples, epochs or steps."""
 
     amount: float
     unit: Unit
@@ -40,7 +40,7 @@ class Budget:
 
     Attributes:
         goal: how much is trained.
-        updates: optimizer updates, rounded up.
+        steps: optimizer steps, rounded up.
         seconds: how long they take.
         devices: how many devices run meanwhile.
         device_hours: the time of all devices together.
@@ -48,7 +48,7 @@ class Budget:
     """
 
     goal: Goal
-    updates: int
+    steps: int
     seconds: float
     devices: int
     device_hours: float
@@ -64,8 +64,8 @@ class Budget:
         return {**asdict(self), "days": self.days}
 
     def __str__(self) -> str:
-        updates = f"{self.updates:,} {'update' if self.updates == 1 else 'updates'}"
-        amount = updates if self.goal.unit == "updates" else f"{self.goal}: {updates}"
+        steps = f"{self.steps:,} {'step' if self.steps == 1 else 'steps'}"
+        amount = steps if self.goal.unit == "steps" else f"{self.goal}: {steps}"
         parts = [
             f"{amount} in {human_seconds(self.seconds)}",
             f"{_figure(self.device_hours)} device-hours",
@@ -88,43 +88,43 @@ class PlanGoal:
     num_samples: int | None = None
     usd_per_device_hour: float | None = None
 
-    def samples(self, samples_per_update: int, tokens_per_sample: int) -> float:
+    def samples(self, samples_per_step: int, tokens_per_sample: int) -> float:
         """Return how many samples the goal is; one that cannot be counted in them is an error.
 
         Args:
-            samples_per_update: the global batch size.
+            samples_per_step: the global batch size.
             tokens_per_sample: tokens of a sample; 1 for data other than tokens.
         """
         goal = self.goal
         samples = {
-            "updates": goal.amount * samples_per_update,
+            "steps": goal.amount * samples_per_step,
             "samples": goal.amount,
             "tokens": goal.amount / tokens_per_sample if tokens_per_sample > 1 else None,
             "epochs": goal.amount * self.num_samples if self.num_samples else None,
         }[goal.unit]
         if samples is None:
             raise UserError(
-                f"{goal} cannot be counted in updates",
+                f"{goal} cannot be counted in steps",
                 why="the batch has no array named tokens, inputs or input_ids, and not exactly one "
                 "other array with whole numbers in rows"
                 if goal.unit == "tokens"
                 else "the data does not say how many samples it has",
-                fix='write samples or updates instead, as in --tokens "10M samples"',
+                fix='write samples or steps instead, as in --tokens "10M samples"',
             )
         return samples
 
     def budget(self, estimate: Estimate, tokens_per_sample: int) -> Budget:
         """Return what it costs to reach the goal with a plan."""
         batch, devices = estimate.plan.batch.global_batch_size, estimate.hardware.count
-        updates = math.ceil(self.samples(batch, tokens_per_sample) / batch)
-        seconds = updates * estimate.time.step
+        steps = math.ceil(self.samples(batch, tokens_per_sample) / batch)
+        seconds = steps * estimate.time.step
         hours, price = devices * seconds / 3600, self.usd_per_device_hour
         usd = None if price is None else hours * price
-        return Budget(self.goal, updates, seconds, devices, hours, usd)
+        return Budget(self.goal, steps, seconds, devices, hours, usd)
 
 
 def parse_goal(text: str | float) -> Goal:
-    """Read ``300B`` (tokens), ``10M samples``, ``3 epochs`` or ``5000 updates``."""
+    """Read ``300B`` (tokens), ``10M samples``, ``3 epochs`` or ``5000 steps``."""
     match = _WRITTEN.fullmatch(str(text))
     word = match[3].lower() if match else ""
     letter = match[2].lower() if match else ""
@@ -138,7 +138,7 @@ def parse_goal(text: str | float) -> Goal:
             why="an amount is a positive number, with k, M, B or T for thousands to trillions, of "
             f"{', '.join(get_args(Unit))}",
             fix=(unit is None and did_you_mean(word, get_args(Unit)))
-            or "write 300B (tokens), 10M samples, 3 epochs or 5000 updates",
+            or "write 300B (tokens), 10M samples, 3 epochs or 5000 steps",
         )
     return Goal(number, unit)
 

@@ -61,7 +61,7 @@ def _divided_batch(task: PlanTask) -> str:
     most = math.gcd(count, batch)
     if most == min(count, batch):
         return ""
-    return f": {batch:,} samples per update can only be divided over {most} of {count} devices"
+    return f": {batch:,} samples per step can only be divided over {most} of {count} devices"
 
 
 def _what_holds_it(task: PlanTask, found: SearchResult | None) -> str:

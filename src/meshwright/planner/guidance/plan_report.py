@@ -90,7 +90,7 @@ class PlanReport:
         """
         best = self.best
         head = (
-            f"# {self.name} on {best.hardware}: {human_seconds(best.time.step)} per update and "
+            f"# {self.name} on {best.hardware}: {human_seconds(best.time.step)} per step and "
             f"{human_bytes(best.memory.total)} per device, estimated.\n"
             "# Train with it: meshwright train … plan=THIS_FILE\n"
         )
@@ -126,7 +126,7 @@ def make_report(
     """
     tokens = estimator.tokens_per_sample
     if goal is not None:
-        # A goal that cannot be counted in updates is refused before the search.
+        # A goal that cannot be counted in steps is refused before the search.
         goal.samples(1, tokens)
     result = search(estimator, task, top=top)
     if not result.plans:
@@ -197,7 +197,7 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Pla
     margin = f" ({MARGIN_WORDS})" if best.memory.reserved else ""
     line = (
         f"{setting}: {chosen}; {reason_for(result, best, fits_alone=fits)}; "
-        f"{human_seconds(best.time.step)} per update and "
+        f"{human_seconds(best.time.step)} per step and "
         f"{human_bytes(best.memory.total)} per device{margin}, estimated for {task.hardware}"
     )
     return plan, line

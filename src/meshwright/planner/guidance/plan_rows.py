@@ -83,7 +83,7 @@ def _plan(report: PlanReport, estimate: Estimate) -> Row:
     return (
         Entry("mesh", describe_sizes(plan.mesh), "mesh", plan.mesh),
         Entry("settings", settings_of(plan), "plan", plan.model_dump(mode="json")),
-        Entry("update", human_seconds(time.step), "step_time", time.step),
+        Entry("step", human_seconds(time.step), "step_time", time.step),
         Entry(unit_of_speed(report), human_count(tokens), "tokens_per_second", tokens),
         Entry("MFU", f"{time.mfu:.0%}", "mfu", time.mfu),
         Entry("memory", human_bytes(memory.total), "memory", sizes),
@@ -107,7 +107,7 @@ def _point(point: ScalingPoint, unit: str) -> Row:
         return (
             devices,
             Entry("mesh", "does not fit", "mesh"),
-            Entry("update", key="step_time"),
+            Entry("step", key="step_time"),
             Entry(unit, key="tokens_per_second"),
             Entry("per device", key="efficiency"),
         )
@@ -115,7 +115,7 @@ def _point(point: ScalingPoint, unit: str) -> Row:
     return (
         devices,
         Entry("mesh", describe_sizes(plan.mesh), "mesh", plan.mesh),
-        Entry("update", human_seconds(step), "step_time", step),
+        Entry("step", human_seconds(step), "step_time", step),
         Entry(unit, human_count(speed), "tokens_per_second", speed),
         Entry("per device", f"{point.efficiency:.0%}", "efficiency", point.efficiency),
     )

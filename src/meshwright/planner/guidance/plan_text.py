@@ -37,7 +37,7 @@ def report_text(report: PlanReport) -> RenderableType:
         ("compared", [Indented(line, 2) for line in report.comparison]),
         ("plans", [_table(report)]),
         ("memory of a device", list(_memory(report.best, report.result.task.memory_share))),
-        ("time of an update", list(_time(report.best))),
+        ("time of a step", list(_time(report.best))),
         (
             "scaling, for the same global batch",
             [_scaling(report), *_note(scaling_note(report.points))],
@@ -60,14 +60,13 @@ def _head(report: PlanReport) -> Iterator[RenderableType]:
     tokens = task.global_batch_size * report.tokens_per_sample
     size = f"{samples} ({tokens:,} tokens)" if report.tokens_per_sample > 1 else samples
     yield Text(
-        f"{report.name}, {report.num_parameters:,} parameters, on {task.hardware}; {size} "
-        "per update"
+        f"{report.name}, {report.num_parameters:,} parameters, on {task.hardware}; {size} per step"
     )
     kind = f" ({kind_of_mesh(best.plan.mesh)})" if best.plan.mesh else ""
     shown, unit = in_columns(plan_rows(report)[0]), unit_of_speed(report)
     yield Text.assemble(
         (shown["mesh"], "bold green"),
-        f"{kind}: {shown['update']} per update, {shown[unit]} {unit}, MFU {shown['MFU']}, "
+        f"{kind}: {shown['step']} per step, {shown[unit]} {unit}, MFU {shown['MFU']}, "
         f"{shown['memory']} of {human_bytes(best.capacity)} per device",
     )
     yield Text(best.plan.describe())

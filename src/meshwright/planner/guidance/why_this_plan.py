@@ -61,7 +61,7 @@ def fewer_devices(task: PlanTask, best: Estimate, points: Sequence[ScalingPoint]
     are = "device is" if enough.num_devices == 1 else "devices are"
     speed, not_whole = ("as fast as", "") if own == whole else ("faster than", f" not {whole},")
     return (
-        f"{enough.num_devices} {are} {speed} all {task.hardware.count}: {own} per update,"
+        f"{enough.num_devices} {are} {speed} all {task.hardware.count}: {own} per step,"
         f"{not_whole} with the same global batch. {_plan_for(task, enough.estimate.hardware)}"
     )
 
@@ -170,11 +170,9 @@ def _settings(result: SearchResult) -> Iterator[str]:
         )
     steps = batch.gradient_accumulation_steps
     if steps > 1:
-        reduced = (
-            "" if batch.sync_gradients_every == 1 else "; gradients are reduced once per update"
-        )
+        reduced = "" if batch.sync_gradients_every == 1 else "; gradients are reduced once per step"
         yield (
-            f"An update of {batch.global_batch_size} samples runs as {steps} microbatches of "
+            f"A step of {batch.global_batch_size} samples runs as {steps} microbatches of "
             f"{counted(batch.micro_batch_size, 'sample')} per replica{reduced}."
         )
     if plan.schedule:

@@ -32,7 +32,7 @@ CPU_PROGRAM = (
 """What a program for virtual CPU devices says about others."""
 
 RUNS = 7
-"""Updates that are run on a GPU; the first two fill caches."""
+"""Steps that are run on a GPU; the first two fill caches."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Measured:
     """What running the program of one device shows.
 
     Attributes:
-        compute_seconds: the median time of an update; nothing is sent.
+        compute_seconds: the median time of a step; nothing is sent.
         peak_bytes: the most memory that was in use; None if the device does not say.
     """
 
@@ -198,7 +198,7 @@ def figures_table(figures: Sequence[Figure], *, errors: bool = True) -> Columns:
         figures: the figures.
         errors: whether to show how far predictions are off.
     """
-    head = ("per device and update", "", "how it is known", "predicted", "error")
+    head = ("per device and step", "", "how it is known", "predicted", "error")
     rows = [
         (
             f.name,
@@ -276,15 +276,15 @@ def _times(
     if rehearsal.measured is None:
         if time is not None and rehearsal.for_gpus:
             own = time.compute + time.bubble + exposed
-            yield Figure("update", own, "seconds", "modelled", time.step)
+            yield Figure("step", own, "seconds", "modelled", time.step)
         elif time is not None:
-            yield Figure("update", time.step, "seconds", "modelled")
+            yield Figure("step", time.step, "seconds", "modelled")
         return
     compute = rehearsal.measured.compute_seconds
     yield Figure("computing", compute, "seconds", "measured", time and time.compute)
     if alone or not ledger.axes:
         source: Source = "measured + modelled" if alone else "measured"
-        yield Figure("update", compute + exposed, "seconds", source, time and time.step)
+        yield Figure("step", compute + exposed, "seconds", source, time and time.step)
 
 
 def _shown(value: float, unit: str) -> str:

@@ -36,7 +36,7 @@ class FixedSettings:
         remat: what the backward pass recomputes.
         blocks: whether repeated blocks run one by one or as a scan.
         micro_batch_size: samples per device and microbatch.
-        gradient_accumulation_steps: microbatches per update.
+        gradient_accumulation_steps: microbatches per step.
         sync_gradients_every: microbatches between two gradient reductions.
         schedule: pipeline schedule.
         num_microbatches: microbatches between two flushes of the pipeline.
@@ -56,11 +56,11 @@ class FixedSettings:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """What is to be planned: an update of some samples on some hardware.
+    """What is to be planned: a step of some samples on some hardware.
 
     Attributes:
         hardware: the devices.
-        global_batch_size: samples of one update.
+        global_batch_size: samples of one step.
         fixed: what the user has set.
         sharding: other settings of sharding, the same in every plan.
         precision: compute format.
@@ -79,7 +79,7 @@ class PlanTask:
     memory_share: float = MEMORY_SHARE
 
     def replicas_batch(self, sizes: Sizes) -> int:
-        """Return the samples of one replica and update; 0 if they cannot be divided."""
+        """Return the samples of one replica and step; 0 if they cannot be divided."""
         replicas = sizes["data"] * sizes["fsdp"]
         return 0 if self.global_batch_size % replicas else self.global_batch_size // replicas
 
@@ -91,7 +91,7 @@ class Variant:
     Attributes:
         remat: what the backward pass recomputes.
         blocks: whether repeated blocks run one by one or as a scan.
-        sync_once: whether gradients are reduced once per update, not after each microbatch.
+        sync_once: whether gradients are reduced once per step, not after each microbatch.
         schedule: pipeline schedule; None without stages.
         num_chunks: pieces of the model on each stage.
     """
@@ -128,7 +128,7 @@ def micro_batch_sizes(task: PlanTask, sizes: Sizes, variant: Variant) -> list[in
 
 
 def _allowed(steps: int, micro: int, task: PlanTask, sizes: Sizes, variant: Variant) -> bool:
-    """Whether an update may have this many microbatches of this size."""
+    """Whether a step may have this many microbatches of this size."""
     fixed = task.fixed
     if micro != (fixed.micro_batch_size or micro):
         return False
@@ -259,7 +259,7 @@ def _fixed_mesh(config: Config, decided: Collection[str], num_devices: int) -> M
 
 
 def _global_batch(config: Config, fixed: FixedSettings, num_devices: int) -> tuple[int, list[str]]:
-    """Return the samples of an update: given, or as many as plain data parallelism would take."""
+    """Return the samples of a step: given, or as many as plain data parallelism would take."""
     given = config.training.global_batch_size
     if given is not None:
         return given, []

@@ -53,7 +53,7 @@ class WhatIf:
         if self.after is None:
             return f"{self.change}: still {describe_sizes(self.before.plan.mesh)}"
         per = human_seconds(self.after.time.step)
-        return f"{self.change}: {describe_sizes(self.after.plan.mesh)}, {per} per update"
+        return f"{self.change}: {describe_sizes(self.after.plan.mesh)}, {per} per step"
 
 
 def what_ifs(estimator: Estimator, result: SearchResult) -> list[WhatIf]:

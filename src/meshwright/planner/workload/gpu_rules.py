@@ -105,7 +105,7 @@ SAVED_ONCE = Rule(
     value=None,
 )
 SHARDED_CASTS = Rule(
-    models="Weights that a loop casts and saves stay sharded as they are between updates.",
+    models="Weights that a loop casts and saves stay sharded as they are between steps.",
     record="gpu_memory",
     rows="GPT-2 124M, fsdp=8, blocks=scan",
     jax="0.11.2",

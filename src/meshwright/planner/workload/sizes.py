@@ -20,7 +20,7 @@ class LeafShares:
 
     Attributes:
         whole: when it is gathered over fsdp.
-        at_rest: between updates.
+        at_rest: between steps.
         gradient: of its reduced gradient.
     """
 

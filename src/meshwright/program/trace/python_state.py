@@ -97,7 +97,7 @@ def refuse_effect(changes: list[AttributeChange]) -> None:
     raise UserError(
         f"the model changes `{change.text}` in its call, and then computes something else",
         why=f"it is {change.value!r} after the first call; a step is compiled once, so every "
-        "update would compute what the first does (nnx.jit would compile again for each)",
+        "step would compute what the first does (nnx.jit would compile again for each)",
         fix=_FIX.format(name=change.name),
     )
 
@@ -106,7 +106,7 @@ def describe_changes(changes: list[AttributeChange]) -> list[str]:
     """Return warnings about changes that every call makes."""
     return [
         f"the model changes `{change.text}` in its call; a step is compiled once, so this happens "
-        f"once and not in every update; {_FIX.format(name=change.name)}"
+        f"once and not in every step; {_FIX.format(name=change.name)}"
         for change in changes
     ]
 

@@ -48,7 +48,7 @@ class LineChart {
     return points.filter(([x]) => x >= low && x <= high);
   }
 
-  updates() {
+  steps() {
     const found = new Set(this.curves.flatMap((curve) => this.inRange(curve.points).map(([x]) => x)));
     return [...found].sort((a, b) => a - b);
   }
@@ -98,36 +98,36 @@ class LineChart {
   }
 
   listen(canvas) {
-    const updateAt = (event) => this.scales.invert(event.clientX - canvas.getBoundingClientRect().left);
+    const stepAt = (event) => this.scales.invert(event.clientX - canvas.getBoundingClientRect().left);
     canvas.addEventListener("pointermove", (event) => {
-      this.point(updateAt(event));
-      if (this.drag !== null) this.shade(this.drag, updateAt(event));
+      this.point(stepAt(event));
+      if (this.drag !== null) this.shade(this.drag, stepAt(event));
     });
     canvas.addEventListener("pointerleave", () => { this.drag = null; this.point(null); });
     canvas.addEventListener("pointerdown", (event) => {
       // Touch scrolls the page; only a mouse zooms.
       if (event.pointerType !== "mouse") return;
-      this.drag = updateAt(event);
+      this.drag = stepAt(event);
       event.preventDefault();
     });
-    canvas.addEventListener("pointerup", (event) => this.drop(updateAt(event)));
+    canvas.addEventListener("pointerup", (event) => this.drop(stepAt(event)));
     canvas.addEventListener("dblclick", () => this.zoom(null));
     canvas.addEventListener("blur", () => this.point(null));
     canvas.addEventListener("keydown", (event) => this.step(event));
   }
 
-  drop(update) {
+  drop(step) {
     if (this.drag === null) return;
-    const [low, high] = [this.drag, update].sort((a, b) => a - b);
+    const [low, high] = [this.drag, step].sort((a, b) => a - b);
     this.drag = null;
-    if (this.updates().filter((x) => x >= low && x <= high).length > 1) this.zoom([low, high]);
+    if (this.steps().filter((x) => x >= low && x <= high).length > 1) this.zoom([low, high]);
   }
 
   step(event) {
     const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!direction) return;
     event.preventDefault();
-    const known = this.updates();
+    const known = this.steps();
     const index = known.indexOf(this.at);
     const next = index < 0 ? known.length - 1 : index + direction;
     this.point(known[Math.min(Math.max(next, 0), known.length - 1)]);
@@ -139,17 +139,17 @@ class LineChart {
       width: right - left, height: CHART_HEIGHT - MARGIN.top - MARGIN.bottom }));
   }
 
-  // Shows the values at the nearest update; null hides them.
-  point(update) {
+  // Shows the values at the nearest step; null hides them.
+  point(step) {
     const cursor = this.canvas.querySelector(".cursor");
     cursor.replaceChildren();
     this.reading.replaceChildren();
-    const known = this.updates();
-    this.at = update === null || !known.length ? null : nearest(known, update);
+    const known = this.steps();
+    this.at = step === null || !known.length ? null : nearest(known, step);
     if (this.at === null) return;
     const x = this.scales.x(this.at);
     cursor.append(s("line", { class: "hair", x1: x, x2: x, y1: MARGIN.top, y2: CHART_HEIGHT - MARGIN.bottom }));
-    this.reading.append(h("div", { class: "at" }, `update ${number(this.at)}`));
+    this.reading.append(h("div", { class: "at" }, `step ${number(this.at)}`));
     for (const curve of this.curves) {
       const value = valueAt(curve.points, this.at);
       if (value === undefined) continue;
@@ -167,13 +167,13 @@ function nearest(sorted, wanted) {
   return sorted.reduce((best, x) => (Math.abs(x - wanted) < Math.abs(best - wanted) ? x : best), sorted[0]);
 }
 
-function valueAt(points, update) {
+function valueAt(points, step) {
   let low = 0;
   let high = points.length - 1;
   while (low <= high) {
     const middle = (low + high) >> 1;
-    if (points[middle][0] === update) return points[middle][1];
-    if (points[middle][0] < update) low = middle + 1; else high = middle - 1;
+    if (points[middle][0] === step) return points[middle][1];
+    if (points[middle][0] < step) low = middle + 1; else high = middle - 1;
   }
   return undefined;
 }
@@ -256,15 +256,15 @@ function valuesTable(title, curves, say) {
   const details = h("details", { class: "values" }, h("summary", {}, "values"));
   details.addEventListener("toggle", () => {
     if (!details.open || details.children.length > 1) return;
-    const updates = [...new Set(curves.flatMap((c) => c.points.map(([x]) => x)))].sort((a, b) => a - b);
-    const rows = updates.map((update) => h("tr", {}, h("th", { scope: "row" }, number(update)),
+    const steps = [...new Set(curves.flatMap((c) => c.points.map(([x]) => x)))].sort((a, b) => a - b);
+    const rows = steps.map((step) => h("tr", {}, h("th", { scope: "row" }, number(step)),
       curves.map((curve) => {
-        const value = valueAt(curve.points, update);
+        const value = valueAt(curve.points, step);
         return h("td", {}, value === undefined ? "" : value === null ? "not finite" : say(value));
       })));
     details.append(h("div", { class: "scroll low" }, h("table", {},
       h("caption", {}, title),
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "update"),
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "step"),
         curves.map((curve) => h("th", { scope: "col" }, curve.name)))),
       h("tbody", {}, rows))));
   });

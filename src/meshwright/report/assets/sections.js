@@ -11,7 +11,7 @@ function newest(run, split, metric) {
   return curve ? last(curve.points) : undefined;
 }
 
-// The median: not affected by the first updates and by pauses.
+// The median: not affected by the first steps and by pauses.
 function usual(run, metric) {
   const curve = curveOf(run, "train", metric);
   const values = curve ? curve.points.map(([, y]) => y).filter(isNumber).sort((a, b) => a - b) : [];
@@ -29,9 +29,9 @@ function meshText(run) {
   return axes.map(([axis, size]) => `${axis}=${size}`).join(" × ");
 }
 
-function updatesDone(run) {
+function stepsDone(run) {
   const ends = run.curves.map((curve) => curve.points.at(-1)?.[0] ?? 0);
-  return run.result?.updates ?? (ends.length ? Math.max(...ends) : undefined);
+  return run.result?.steps ?? (ends.length ? Math.max(...ends) : undefined);
 }
 
 function status(run) {
@@ -46,7 +46,7 @@ function remarks(run) {
   return [run.facts.remarks ?? []].flat().map(words).filter((remark) => !said.has(remark));
 }
 
-// Updates that were not finite.
+// Steps that were not finite.
 const incidents = (run) => run.events.filter((event) => event.kind === "incident");
 
 function incidentsText(run) {
@@ -69,7 +69,7 @@ const FACTS = [
   ["Status", (run) => status(run).text],
   ["Started", (run) => (run.facts.started ? moment(run.facts.started) : "")],
   ["Resumed", (run) => (run.facts.resumed || []).map(moment).join("; ")],
-  ["Updates", (run) => number(updatesDone(run))],
+  ["Steps", (run) => number(stepsDone(run))],
   ["Time", (run) => seconds(run.result?.seconds)],
   ["Goodput", (run) => percent(run.result?.goodput)],
   ["Attempts", (run) => (run.result?.attempts > 1 ? number(run.result.attempts) : "")],
@@ -79,7 +79,7 @@ const FACTS = [
   ["Incidents", incidentsText],
   ["Tokens per second", (run) => count(usual(run, "tokens_per_second"))],
   ["Samples per second", (run) => count(usual(run, "samples_per_second"))],
-  ["Time per update", (run) => seconds(usual(run, "step_seconds"))],
+  ["Time per step", (run) => seconds(usual(run, "step_seconds"))],
   ["Utilization (MFU)", (run) => percent(usual(run, "mfu"))],
   ["Plan", (run) => run.facts.plan],
   ["Mesh", (run) => meshText(run)],
@@ -93,7 +93,7 @@ const FACTS = [
   ["Data", (run) => run.facts.dataset.description],
   ["Data fingerprint", (run) => run.facts.dataset.fingerprint],
   ["Seed", (run) => run.facts.seed],
-  ["FLOPs per update", (run) => count(run.facts.flops_per_update)],
+  ["FLOPs per step", (run) => count(run.facts.flops_per_step)],
   ["Versions", (run) => Object.entries(run.facts.versions).map(([name, value]) => `${name} ${value}`).join(", ")],
   ["Command", (run) => [run.facts.command].flat().join(" ")],
   ["Folder", (run) => run.path],
@@ -103,11 +103,11 @@ function tiles(run) {
   const shown = [
     ["Final loss", number(finalLoss(run))],
     ["Held-out loss", number(evalLoss(run))],
-    ["Updates", number(updatesDone(run))],
+    ["Steps", number(stepsDone(run))],
     ["Time", seconds(run.result?.seconds)],
     ["Tokens/s", count(usual(run, "tokens_per_second"))],
     ["Samples/s", count(usual(run, "samples_per_second"))],
-    ["Per update", seconds(usual(run, "step_seconds"))],
+    ["Per step", seconds(usual(run, "step_seconds"))],
     ["MFU", percent(usual(run, "mfu"))],
     ["Mesh", meshText(run) || "–"],
     ["Parameters", count(run.facts.parameters?.count)],
@@ -138,7 +138,7 @@ function metricsOf(runs) {
 
 function curvesSection(runs) {
   const metrics = metricsOf(runs);
-  if (!metrics.length) return [missing("No metrics yet: a run logs them every tracking.log_every updates, to metrics.jsonl.")];
+  if (!metrics.length) return [missing("No metrics yet: a run logs them every tracking.log_every steps, to metrics.jsonl.")];
   let amount = 0;
   const charts = metrics.map((metric) => {
     const curves = runs.flatMap((run) => run.curves.filter((curve) => curve.metric === metric)
@@ -146,7 +146,7 @@ function curvesSection(runs) {
         name: runs.length > 1 ? `${run.label} ${curve.split}` : curve.split })));
     const known = about(metric);
     const shown = curves.map((curve) => `${curve.name} ends at ${known.say(last(curve.points))}`).join(", ");
-    return new LineChart({ ...known, curves, smoothing: () => amount, describe: `${known.title} by update: ${shown}` });
+    return new LineChart({ ...known, curves, smoothing: () => amount, describe: `${known.title} by step: ${shown}` });
   });
   const output = h("output", {}, "0");
   const slider = h("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", id: "smoothing",
@@ -173,12 +173,12 @@ const SHARES = [["compute", "compute", 0], ["communication", "communication", 1]
 
 function timeSection(runs) {
   const profiled = runs.filter((run) => run.profile);
-  if (!profiled.length) return [missing("No profile: train with training.profile_communication=true, or run `meshwright profile`, to measure where the time of an update goes.")];
+  if (!profiled.length) return [missing("No profile: train with training.profile_communication=true, or run `meshwright profile`, to measure where the time of a step goes.")];
   return [
-    stackedBars({ label: "Share of the time per update", runs: profiled, total: () => 1, say: percent,
+    stackedBars({ label: "Share of the time per step", runs: profiled, total: () => 1, say: percent,
       parts: SHARES.map(([key, name, color]) => ({ name, color, value: (run) => run.profile.shares?.[key] || 0 })) }),
     perRun(profiled, "Profiles", ({ profile }) => [
-      h("p", {}, `${seconds(profile.seconds_per_update)} per update, measured over ${number(profile.updates)} updates.`,
+      h("p", {}, `${seconds(profile.seconds_per_step)} per step, measured over ${number(profile.steps)} steps.`,
         isNumber(profile.hidden_communication) ? ` Communication overlapped with compute for ${percent(profile.hidden_communication)} of the time.` : "",
         isNumber(profile.load_balance) ? ` The busiest device computed ${number(profile.load_balance)} times as long as the mean.` : ""),
       (profile.advice || []).length ? h("ul", { class: "advice" }, profile.advice.map((line) => h("li", {}, words(line)))) : null,
@@ -275,7 +275,7 @@ function ledgerSection(runs) {
   if (!known.length) return [missing("No ledger: run `meshwright ledger` with the run's settings to compare the bytes sent over each axis with the minimum.")];
   const rows = known.flatMap((run) => Object.entries(run.ledger.axes || {}).map(([axis, own]) => ({ run, axis, ...own })));
   const several = known.length > 1 ? [{ title: "run", value: (row) => row.run.label, cell: (row) => [swatch(row.run), ...breakable(row.run.label)], style: "run" }] : [];
-  const axes = rows.length ? dataTable({ caption: "Bytes each device sends per update", rows, columns: [
+  const axes = rows.length ? dataTable({ caption: "Bytes each device sends per step", rows, columns: [
     ...several,
     { title: "axis", value: (row) => row.axis, cell: (row) => row.axis },
     { title: "devices", numeric: true, value: (row) => row.size, cell: (row) => number(row.size) },
@@ -320,7 +320,7 @@ function ledgerLines(lines) {
   if (!lines.length) return h("div");
   const rows = [...lines].sort((a, b) => b.sent_bytes - a.sent_bytes);
   return h("details", {}, h("summary", {}, `Every collective (${rows.length} kinds)`), dataTable({
-    caption: "Collectives of one update", rows, filter: true, columns: [
+    caption: "Collectives of one step", rows, filter: true, columns: [
       { title: "module", value: (row) => row.module, cell: (row) => (row.module ? breakable(row.module) : "outside modules"), style: "path" },
       { title: "kind", value: (row) => row.kind, cell: (row) => words(row.kind) },
       { title: "axes", value: (row) => [row.axes].flat().join("×"), cell: (row) => [row.axes].flat().join("×") },
@@ -362,8 +362,8 @@ function configDifferences(runs) {
 function incidentTable(run) {
   const rows = incidents(run);
   if (!rows.length) return null;
-  return dataTable({ caption: "Updates that were not finite", rows, columns: [
-    { title: "update", numeric: true, value: (row) => row.update, cell: (row) => number(row.update) },
+  return dataTable({ caption: "Steps that were not finite", rows, columns: [
+    { title: "step", numeric: true, value: (row) => row.step, cell: (row) => number(row.step) },
     { title: "action", value: (row) => words(row.action), cell: (row) => words(row.action) },
     { title: "loss", value: (row) => words(row.loss), cell: (row) => words(row.loss) },
     { title: "gradient norm", value: (row) => words(row.grad_norm), cell: (row) => words(row.grad_norm) },
@@ -377,7 +377,7 @@ function eventsSection(runs) {
     const rows = [...remarks(run).map((message) => ({ kind: "remark", message })), ...run.events];
     if (!rows.length) return missing("No events: checkpoints and warnings are logged to events.jsonl.");
     const table = dataTable({ caption: "Events", rows, filter: rows.length > 12, columns: [
-      { title: "update", numeric: true, value: (row) => row.update, cell: (row) => number(row.update) },
+      { title: "step", numeric: true, value: (row) => row.step, cell: (row) => number(row.step) },
       { title: "kind", value: (row) => row.kind, cell: (row) => h("span", { class: ["warning", "incident"].includes(row.kind) ? "badge bad" : row.kind === "remark" ? "badge" : null }, words(row.kind)) },
       { title: "message", value: (row) => words(row.message), cell: (row) => words(row.message), style: "long" },
       { title: "time", value: (row) => row.time, cell: (row) => (isNumber(row.time) ? moment(row.time) : "–") },

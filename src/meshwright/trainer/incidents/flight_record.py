@@ -1,4 +1,4 @@
-"""The flight record of an update that was not finite: what replaying it needs, written and read."""
+"""The flight record of a step that was not finite: what replaying it needs, written and read."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ from meshwright.config.argument_checks import check_path
 from meshwright.errors import UserError, first_line
 from meshwright.plan import Plan
 from meshwright.processes import broadcast, is_main
+from meshwright.runtime.other_names import with_current_keys
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm, Snapshot
-from meshwright.trainer.incidents.not_finite import BadUpdate, UpdateValues
+from meshwright.trainer.incidents.not_finite import BadStep, StepValues
 
 INCIDENTS = "incidents"
 RECORD, BATCH = "record.json", "batch.npz"
-FORMAT = 1
+FORMAT = 2
 MAX_RECORDS = 3
 """Records of one run; each holds a whole training state."""
 
 
 @dataclass(frozen=True)
 class Incident:
-    """An update that was not finite.
+    """A step that was not finite.
 
     Attributes:
-        bad: the update.
+        bad: the step.
         number: the number of its batch, from 0.
         samples: the numbers of its samples in the data; None if the data do not number them.
         batch: the leaves of the batch on the devices.
-        history: the values of the updates up to it.
+        history: the values of the steps up to it.
         action: what the run does about it.
     """
 
-    bad: BadUpdate
+    bad: BadStep
     number: int
     samples: Sequence[int] | None
     batch: Sequence[Any]
-    history: Iterable[UpdateValues]
+    history: Iterable[StepValues]
     action: str
 
 
@@ -61,7 +62,7 @@ class FlightRecorder:
         run_dir: the run folder; None to write nothing.
         assembled: the step.
         form: the canonical form of its states.
-        metadata: returns the metadata of the state after an update.
+        metadata: returns the metadata of the state after a step.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class FlightRecorder:
         """Write a record; return its folder, or None and why there is none.
 
         Args:
-            incident: the update.
+            incident: the step.
             snapshot: the state before it, which may be left out for not being finite itself.
         """
         if self._folder is None:
             return None, "a run without a folder keeps no record"
-        path = self._folder / f"{incident.bad.values.update:06d}"
+        path = self._folder / f"{incident.bad.values.step:06d}"
         refused = broadcast(_room(self._folder, path) if is_main() else "")
         if refused:
             return None, refused
@@ -120,7 +121,7 @@ class FlightRecorder:
     def _content(self, incident: Incident, described: list[dict[str, Any]]) -> dict[str, Any]:
         values = incident.bad.values
         loss = np.asarray(incident.bad.loss)
-        metadata = self._metadata(values.update - 1)
+        metadata = self._metadata(values.step - 1)
         device = self._assembled.mesh.devices.flat[0]
         return {
             "time": time.time(),
@@ -132,11 +133,11 @@ class FlightRecorder:
             "loss_bytes": loss.tobytes().hex(),
             "grad_norm": str(values.grad_norm),
             "history": [
-                {k: str(v) if k != "update" else v for k, v in asdict(each).items()}
+                {k: str(v) if k != "step" else v for k, v in asdict(each).items()}
                 for each in incident.history
             ],
             "arrays": described,
-            "state": f"{FOLDER}/{values.update - 1}",
+            "state": f"{FOLDER}/{values.step - 1}",
             "random_streams": [
                 leaf.path
                 for leaf in self._assembled.traced.layout.leaves
@@ -144,13 +145,13 @@ class FlightRecorder:
             ],
             "platform": device.platform,
             **asdict(metadata),
-            "update": values.update,
+            "step": values.step,
             "format": FORMAT,
         }
 
     def _save_state(self, folder: Path, incident: Incident, snapshot: Snapshot) -> str:
         store = CheckpointStore(folder / FOLDER, keep_last=1)
-        metadata = self._metadata(incident.bad.values.update - 1)
+        metadata = self._metadata(incident.bad.values.step - 1)
         store.save(snapshot.arrays, metadata, finite=snapshot.finite)
         saved = store.close()
         return saved.reason if saved is not None and saved.error is not None else ""
@@ -192,7 +193,7 @@ def _finish(beside: Path, path: Path, problem: str) -> str:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """An update that was not finite, as it was recorded.
+    """A step that was not finite, as it was recorded.
 
     Attributes:
         folder: the folder of the record.
@@ -205,9 +206,9 @@ class FlightRecord:
     leaves: Sequence[NDArray[Any]]
 
     @property
-    def update(self) -> int:
-        """The update, from 1; the state is the one after the update before it."""
-        return self.facts["update"]
+    def step(self) -> int:
+        """The step, from 1; the state is the one after the step before it."""
+        return self.facts["step"]
 
     @property
     def plan(self) -> Plan:
@@ -246,7 +247,7 @@ def read_record(path: Any) -> FlightRecord:
     """Read a record: its folder, or a run folder or its incidents with only one."""
     folder = _find(check_path("record", path).absolute())
     try:
-        facts = json.loads((folder / RECORD).read_bytes())
+        facts = with_current_keys(json.loads((folder / RECORD).read_bytes()))
         if facts["format"] > FORMAT:
             raise UserError(
                 f"{folder} was written by a newer version",

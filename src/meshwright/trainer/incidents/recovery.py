@@ -1,4 +1,4 @@
-"""What a run does about an update that was not finite: it stops, skips it, or goes back."""
+"""What a run does about a step that was not finite: it stops, skips it, or goes back."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from meshwright.trainer.batch_loader import BatchFeed, count_batches
 from meshwright.trainer.checkpointer import Checkpointer
 from meshwright.trainer.incidents.flight_record import FlightRecorder, Incident
 from meshwright.trainer.incidents.not_finite import (
-    BadUpdate,
+    BadStep,
     FiniteCheck,
-    bad_update_error,
+    bad_step_error,
     parameters_fail,
-    smaller_updates,
+    smaller_steps,
 )
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.run_progress import Progress
@@ -40,7 +40,7 @@ Rewind = Callable[[], tuple[CheckpointMetadata, TrainState]]
 
 
 class Recovery:
-    """Deals with bad updates, identically in every process.
+    """Deals with bad steps, identically in every process.
 
     Args:
         trainer: says what to do.
@@ -83,26 +83,26 @@ class Recovery:
         return self._trainer.on_nonfinite == "rewind"
 
     def handle(
-        self, bad: BadUpdate, state: TrainState, check: FiniteCheck, progress: Progress
+        self, bad: BadStep, state: TrainState, check: FiniteCheck, progress: Progress
     ) -> TrainState:
         """Return the state to continue from, and set the progress; raise if the run stops here.
 
         Args:
-            bad: the update.
+            bad: the step.
             state: the state before it: neither it nor those after it have changed anything.
-            check: has the values of the latest updates.
+            check: has the values of the latest steps.
             progress: the progress of the run.
         """
         check.forget()
         # Two saves at once would wait for each other's processes.
         self._checkpointer.settle()
-        update = bad.values.update
-        progress.update = update - 1
-        number, batch = self._feed.number(update), self._feed.back_to(update)
+        step = bad.values.step
+        progress.step = step - 1
+        number, batch = self._feed.number(step), self._feed.back_to(step)
         samples = self._samples(number)
         snapshot = self._form.snapshot(state)
         good = bool(np.asarray(snapshot.finite))
-        limit = self._limit(update, good=good)
+        limit = self._limit(step, good=good)
         action = "stop" if limit else self._trainer.on_nonfinite
         record, remark = self._recorder.write(
             Incident(bad, number, samples, batch, list(check.history), action), snapshot
@@ -115,52 +115,52 @@ class Recovery:
             self._log(bad, f"{where}; {kept}", "stop", record, number, samples)
             raise self._stop(bad, state, progress, where, limit, record, good=good)
         if action == "skip":
-            done = self._skip(update, progress)
+            done = self._skip(step, progress)
             state = replace(state, halted=_cleared(state.halted))
         else:
             state, done = self._go_back(number, progress)
         self._log(bad, f"{where}; {done}; {kept}", action, record, number, samples)
         return state
 
-    def _limit(self, update: int, *, good: bool) -> str:
+    def _limit(self, step: int, *, good: bool) -> str:
         """Return why the run stops; empty if it continues."""
         trainer = self._trainer
         if trainer.on_nonfinite == "rewind":
             most = trainer.max_rewinds
             return f"the run went back {counted(most, 'time')}" * (self._rewinds >= most)
         if not good:
-            # No update of such a state is finite.
+            # No step of such a state is finite.
             return "the state was not finite before it"
         if trainer.on_nonfinite == "skip":
             most = trainer.max_skipped
-            before = list(range(update - most, update))
-            return f"the {counted(most, 'update')} before it were skipped" * (
+            before = list(range(step - most, step))
+            return f"the {counted(most, 'step')} before it were skipped" * (
                 self._skipped[-most:] == before
             )
         return str(Setting("training.on_nonfinite", "stop"))
 
-    def _skip(self, update: int, progress: Progress) -> str:
-        self._skipped.append(update)
-        progress.update, progress.skipped = update, progress.skipped + 1
-        return f"the update was skipped, {counted(progress.skipped, 'update')} so far"
+    def _skip(self, step: int, progress: Progress) -> str:
+        self._skipped.append(step)
+        progress.step, progress.skipped = step, progress.skipped + 1
+        return f"the step was skipped, {counted(progress.skipped, 'step')} so far"
 
     def _go_back(self, number: int, progress: Progress) -> tuple[TrainState, str]:
         """Restore the newest checkpoint, and leave out the batches since."""
         metadata, state = self._rewind()
         before, self._rewinds = count_batches(progress.left_out), self._rewinds + 1
-        first = metadata.update + count_batches(metadata.left_out)
-        progress.go_back(metadata.update, metadata.skipped)
+        first = metadata.step + count_batches(metadata.left_out)
+        progress.go_back(metadata.step, metadata.skipped)
         self._feed.leave_out(metadata.left_out, first, number)
-        if self._limits.whole_data and self._limits.updates is not None:
+        if self._limits.whole_data and self._limits.steps is not None:
             # An epoch has fewer batches now.
-            self._limits.updates -= count_batches(progress.left_out) - before
+            self._limits.steps -= count_batches(progress.left_out) - before
         left = f"batch {first}" if first == number else f"batches {first} to {number}"
         left += " are" if first < number else " is"
-        return state, f"back to the checkpoint of update {metadata.update}, {left} left out"
+        return state, f"back to the checkpoint of step {metadata.step}, {left} left out"
 
     def _stop(
         self,
-        bad: BadUpdate,
+        bad: BadStep,
         state: TrainState,
         progress: Progress,
         where: str,
@@ -170,11 +170,11 @@ class Recovery:
         good: bool,
     ) -> NotFinite:
         """Save the last good state, and return the error."""
-        if good and progress.update:
+        if good and progress.step:
             # The state before it was not finite either, if an earlier save found one that was not.
             with suppress(StateNotFinite):
-                self._checkpointer.save(state, progress.update, loss=None)
-        return bad_update_error(
+                self._checkpointer.save(state, progress.step, loss=None)
+        return bad_step_error(
             bad.values,
             batch=where,
             limit="" if self._trainer.on_nonfinite == "stop" and good else limit,
@@ -187,7 +187,7 @@ class Recovery:
 
     def _log(
         self,
-        bad: BadUpdate,
+        bad: BadStep,
         text: str,
         action: str,
         record: Path | None,
@@ -197,7 +197,7 @@ class Recovery:
         values = bad.values
         self._tracker.event(
             "incident",
-            values.update,
+            values.step,
             f"{values}: {text}",
             {
                 "action": action,
@@ -211,7 +211,7 @@ class Recovery:
 
 
 def _cleared(halted: Any) -> Any:
-    """Return a cleared flag in place of one that says that an update was not finite."""
+    """Return a cleared flag in place of one that says that a step was not finite."""
     return jax.make_array_from_callback((), halted.sharding, lambda _: np.zeros((), bool))
 
 
@@ -225,7 +225,7 @@ def _shown(samples: Sequence[int] | None) -> str:
 def _next_steps(record: Path | None, on_nonfinite: str) -> str:
     if record is None and on_nonfinite == "stop":
         first = f"continue without the batch: {Setting('training.on_nonfinite', 'skip')}; or "
-        return first + smaller_updates()
+        return first + smaller_steps()
     steps: list[str] = []
     if record is not None:
         python = current_spelling() is Spelling.PYTHON
@@ -238,4 +238,4 @@ def _next_steps(record: Path | None, on_nonfinite: str) -> str:
             f"without the batch; if all do, {parameters_fail()}"
         )
         return "; ".join(steps)
-    return "; ".join([*steps, smaller_updates()])
+    return "; ".join([*steps, smaller_steps()])

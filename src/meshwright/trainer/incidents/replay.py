@@ -1,4 +1,4 @@
-"""Replaying an update that was not finite, to find the module and the samples responsible."""
+"""Replaying a step that was not finite, to find the module and the samples responsible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def replay(
     trainable: Filter = nnx.Param,
     devices: Sequence[Device] | None = None,
 ) -> Replay:
-    """Rerun a recorded update, and find where it stops being finite.
+    """Rerun a recorded step, and find where it stops being finite.
 
     Args:
         record: the folder of the record, such as ``runs/first/incidents/000123``.
@@ -58,7 +58,7 @@ def replay(
     parts = _parts(read, model, loss, optimizer, clip_norm)
     trainer = Trainer(**parts, trainable=trainable, mesh=plan, devices=chosen)
     assembled = trainer.assemble(read.batch)
-    values = read_leaves(read.checkpoints, read.update - 1, assembled.model_leaves.leaves)
+    values = read_leaves(read.checkpoints, read.step - 1, assembled.model_leaves.leaves)
     scale = _scale(read)
     state = assembled.start(values)
     if scale is not None:
@@ -70,7 +70,7 @@ def replay(
     exact = plan == read.plan
     return Replay(
         folder=read.folder,
-        update=read.update,
+        step=read.step,
         batch=read.facts["batch"],
         loss=(read.facts["loss"], str(float(metrics["loss"]))),
         grad_norm=(read.facts["grad_norm"], str(float(metrics["grad_norm"]))),
@@ -97,7 +97,7 @@ def _parts(
     optimizer: optax.GradientTransformation | None,
     clip_norm: float | None,
 ) -> dict[str, Any]:
-    """Return what the trainer of a recorded update is made of."""
+    """Return what the trainer of a recorded step is made of."""
     config = read.facts["config"]
     if config and model is None and loss is None:
         recipe = make_recipe(Config.parse(dict(config)), read.plan.batch.global_batch_size)
@@ -131,7 +131,7 @@ def _fitting(plan: Plan, devices: list[Device]) -> tuple[Plan, list[Device]]:
 def _scale(read: FlightRecord) -> tuple[Any, Any, Any] | None:
     if read.plan.precision != "fp16":
         return None
-    counters = read_groups(read.checkpoints, ("counters",), update=read.update - 1)["counters"]
+    counters = read_groups(read.checkpoints, ("counters",), step=read.step - 1)["counters"]
     return counters["scale"], counters["good_steps"], counters["skipped"]
 
 

@@ -1,4 +1,4 @@
-"""The result of replaying an update, as a record, as text and as JSON."""
+"""The result of replaying a step, as a record, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.program.evaluate.nonfinite_origin import Origin
+from meshwright.runtime.other_names import formerly
 from meshwright.text.json_text import finite
 from meshwright.text.units import counted
 from meshwright.trainer.incidents.not_finite import parameters_fail
@@ -34,11 +35,11 @@ class BadArray:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of rerunning an update.
+    """The result of rerunning a step.
 
     Attributes:
         folder: the folder of the record.
-        update: the update, from 1.
+        step: the step, from 1.
         batch: the number of its batch, from 0.
         loss: the loss that was recorded, and that of the replay.
         grad_norm: the gradient norm that was recorded, and that of the replay.
@@ -52,7 +53,7 @@ class Replay:
     """
 
     folder: Path
-    update: int
+    step: int
     batch: int
     loss: tuple[str, str]
     grad_norm: tuple[str, str]
@@ -63,12 +64,13 @@ class Replay:
     origin: Origin | None
     responsible: Responsible | None
     numbered: bool
+    update = formerly("step")
 
     def __str__(self) -> str:
         """Return a few lines for a terminal."""
         return "\n".join(
             [
-                f"update {self.update}, batch {self.batch}, on {self.where}",
+                f"step {self.step}, batch {self.batch}, on {self.where}",
                 *_batch_lines(self),
                 _verdict(self),
                 *_origin_lines(self),
@@ -83,7 +85,7 @@ class Replay:
         return finite(
             {
                 "record": str(self.folder),
-                "update": self.update,
+                "step": self.step,
                 "batch": self.batch,
                 "where": self.where,
                 "reproduced": self.reproduced,
@@ -157,7 +159,7 @@ def _sample_lines(replay: Replay) -> list[str]:
     rest = "finite" if found.finite_without else "still not finite"
     without = "it" if len(found.samples) == 1 else "them"
     named = _samples(found.samples, replay)
-    return [f"samples: {named}; without {without} the update is {rest}"]
+    return [f"samples: {named}; without {without} the step is {rest}"]
 
 
 def _samples(samples: tuple[int, ...], replay: Replay) -> str:

@@ -1,4 +1,4 @@
-"""Which equation and which samples an update that was not finite comes from."""
+"""Which equation and which samples a step that was not finite comes from."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from meshwright.step.gradients import value_and_grad
 from meshwright.trainer.incidents.flight_record import FlightRecord
 
 Scale = Sequence[Any] | None
-"""The loss scale, good steps and skipped updates of fp16."""
+"""The loss scale, good steps and skipped steps of fp16."""
 
 
 @dataclass(frozen=True)
 class Responsible:
-    """The samples that an update is not finite with.
+    """The samples that a step is not finite with.
 
     Attributes:
         samples: the numbers of those that are not finite alone.

@@ -71,7 +71,7 @@ def restored_result(point: ResumePoint, programs: Programs) -> FitResult:
     return FitResult(
         losses={},
         eval={},
-        updates=point.update,
+        steps=point.step,
         seconds=0.0,
         stop=Stop(StopReason.RESTORED, f"restored from {point.path}"),
         state=restore(point, programs.form),
@@ -90,12 +90,12 @@ def choose_start(
         result: the last result of the trainer, if it is to be continued.
         resume: what the user wrote; anything but ``auto`` asks for the checkpoint.
     """
-    if point is None or result is None or resume != "auto" or point.update == result.updates:
+    if point is None or result is None or resume != "auto" or point.step == result.steps:
         return point, None if point is not None else result
     raise UserError(
         "it is not clear where to continue",
-        why=f"this trainer has done {result.updates} updates, and the newest checkpoint in the "
-        f"run folder is of update {point.update}",
+        why=f"this trainer has done {result.steps} steps, and the newest checkpoint in the "
+        f"run folder is of step {point.step}",
         fix='write resume="must" for the checkpoint, or another run_dir for what the trainer has '
         "in memory",
     )
@@ -109,7 +109,7 @@ def raise_interrupted(result: FitResult) -> None:
         raise SystemExit(ExitCode.PREEMPTED)
     where = "in memory" if result.run_dir is None else f"in {result.run_dir}"
     raise KeyboardInterrupt(
-        f"stopped after update {result.updates}; its state is {where}, and fit continues from it"
+        f"stopped after step {result.steps}; its state is {where}, and fit continues from it"
     )
 
 

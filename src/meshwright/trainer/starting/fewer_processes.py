@@ -76,10 +76,10 @@ def _plans(
 
 
 def shrink_plan(plan: Plan, num_devices: int, *, keep_micro: bool = False) -> Plan:
-    """Return a plan for fewer devices, with the same samples in each update.
+    """Return a plan for fewer devices, with the same samples in each step.
 
-    Tensor and pipe keep their sizes. Data shrinks first, then fsdp, to one of its divisors. An
-    update keeps its number of microbatches, so that dropout and batch statistics stay the same and
+    Tensor and pipe keep their sizes. Data shrinks first, then fsdp, to one of its divisors. A
+    step keeps its number of microbatches, so that dropout and batch statistics stay the same and
     each device gets more samples; with ``keep_micro``, it gets more microbatches instead.
 
     Raises:
@@ -121,9 +121,9 @@ def shrink_plan(plan: Plan, num_devices: int, *, keep_micro: bool = False) -> Pl
 
 
 def _with_microbatches(plan: Plan, mesh: dict[str, int], replicas: int, count: int) -> Plan:
-    """Return the plan on another mesh with this many microbatches in an update."""
+    """Return the plan on another mesh with this many microbatches in a step."""
     old = plan.batch
-    # What was done once per update, or flushed with it, still is.
+    # What was done once per step, or flushed with it, still is.
     once = old.sync_gradients_every == old.gradient_accumulation_steps > 1
     whole = plan.num_microbatches == old.gradient_accumulation_steps and plan.size("pipe") > 1
     batch = solve_batch(

@@ -57,10 +57,10 @@ def read_once(data: Any, seed: int) -> Data:
     return as_data(data, seed, expected=Expected(training=False))
 
 
-def batches_by_update(
+def batches_by_step(
     trainer: TrainerSettings, data: Any, batch_size: int | None, last: FitResult | None
 ) -> Callable[[int], Any]:
-    """Return the batches of data that is given, as a function of the update.
+    """Return the batches of data that is given, as a function of the step.
 
     Args:
         trainer: the trainer.
@@ -108,7 +108,7 @@ def first_batch(data: Data, batch_size: int | None) -> Any:
             raise UserError(
                 "the size of a global batch is not known",
                 why=f"the data ({data.describe()}) can be read in batches of any size",
-                fix="write batch_size=64, or as many samples as one update takes",
+                fix="write batch_size=64, or as many samples as one step takes",
             )
         check_count("batch_size", batch_size, MOST_SAMPLES)
     with activity("reading the data"), doing("reading batch 0"):

@@ -1,4 +1,4 @@
-"""The learning rate of updates, as far as it can be found inside an optax optimizer."""
+"""The learning rate of steps, as far as it can be found inside an optax optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.step.state import TrainState
 
 _MAKER = "scale_by_learning_rate"
 _OTHER_COUNT = ("MultiSteps", "multi_steps", "conditionally_", "apply_if_finite")
-"""Wrappers that do not update at every update, so that schedules inside count differently."""
+"""Wrappers that do not apply every step, so that schedules inside count differently."""
 MAX_DEPTH = 24
 
 
@@ -23,7 +23,7 @@ class LearningRate:
     """The learning rate as a metric; nothing if it cannot be found.
 
     Args:
-        schedule: the learning rate by update; None if it is not known.
+        schedule: the learning rate by step; None if it is not known.
         leaves: the leaves of the optimizer's state, one of which may be the learning rate.
     """
 
@@ -33,29 +33,29 @@ class LearningRate:
         self._schedule = schedule
         self._leaf = injected_rate(leaves) if schedule is None else None
 
-    def of_update(self, update: int) -> dict[str, float]:
-        """Return the learning rate of an update."""
+    def of_step(self, step: int) -> dict[str, float]:
+        """Return the learning rate of a step."""
         if self._schedule is None:
             return {}
-        return {"learning_rate": rate_at(self._schedule, update - 1)}
+        return {"learning_rate": rate_at(self._schedule, step - 1)}
 
     def of_state(self, state: TrainState) -> dict[str, Any]:
         """Return the learning rate that is part of a state, as an array."""
         if self._leaf is None:
             return {}
-        # A copy, because the next update reuses the state's memory.
+        # A copy, because the next step reuses the state's memory.
         return {"learning_rate": jnp.copy(state.optimizer[self._leaf])}
 
 
 def rate_at(schedule: Callable[[int], Any], done: int) -> float:
-    """Return the learning rate after this many updates."""
+    """Return the learning rate after this many steps."""
     # On a CPU, where it does not wait for the step.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return float(schedule(done))
 
 
 def find_schedule(optimizer: Any) -> Callable[[int], Any] | None:
-    """Return the schedule of the learning rate by update; None if there is no single one.
+    """Return the schedule of the learning rate by step; None if there is no single one.
 
     Optax keeps it in the closure of `optax.scale_by_learning_rate`.
     """

@@ -49,7 +49,7 @@ class PlannedTraining:
 
     @property
     def estimate(self) -> Estimate:
-        """Its time per update and its memory per device."""
+        """Its time per step and its memory per device."""
         return self.report.best
 
     def save(self, path: str | Path) -> None:

@@ -57,13 +57,13 @@ class Restoring:
         self._form, self._dataset = form, dataset
 
     @property
-    def updates_before(self) -> int:
-        """Updates done before this run."""
-        return self._start.updates if self.point is None else self.point.update
+    def steps_before(self) -> int:
+        """Steps done before this run."""
+        return self._start.steps if self.point is None else self.point.step
 
     @property
     def skipped_before(self) -> int:
-        """Updates among them that were skipped."""
+        """Steps among them that were skipped."""
         return 0 if self.point is None else self.point.metadata.skipped
 
     def check(self) -> list[str]:
@@ -93,25 +93,25 @@ class Restoring:
         """Return the state to start from, restored if there is a checkpoint to resume from."""
         start = self._start
         if self.point is None:
-            done = progress.update = start.updates
+            done = progress.step = start.steps
             if done:
-                tracker.event("resume", done, f"continuing after update {done}", {})
+                tracker.event("resume", done, f"continuing after step {done}", {})
             elif start.source:
                 tracker.event("weights", 0, start.source, {})
             with activity("initializing the state"):
                 return start.state()
-        with activity(f"restoring update {self.point.update}"):
+        with activity(f"restoring step {self.point.step}"):
             state = self._restore(tracker)
         point = self.point
-        progress.update, progress.skipped = point.update, point.metadata.skipped
+        progress.step, progress.skipped = point.step, point.metadata.skipped
         progress.left_out[:] = map(list, point.metadata.left_out)
         self._continue_data(point)
-        message = f"continuing after update {point.update}, from {point.path}"
-        if CheckpointReader(point.folder).checksums(point.update) is None:
+        message = f"continuing after step {point.step}, from {point.path}"
+        if CheckpointReader(point.folder).checksums(point.step) is None:
             message += ", which has no checksums to check its arrays with"
-        tracker.event("resume", point.update, message, {"checkpoint": str(point.path)})
-        for update, values in earlier_evaluations(point, self._asked.run_dir):
-            callbacks.call("on_recall", update, values)
+        tracker.event("resume", point.step, message, {"checkpoint": str(point.path)})
+        for step, values in earlier_evaluations(point, self._asked.run_dir):
+            callbacks.call("on_recall", step, values)
         return state
 
     def rewind(self, tracker: Tracker) -> tuple[CheckpointMetadata, TrainState]:
@@ -127,7 +127,7 @@ class Restoring:
         """Take data that is read in order to where it was, if the checkpoint says where."""
         data, position = self._asked.data, point.metadata.data_position
         if data is not None and position is not None:
-            data.go_to(point.update + count_batches(point.metadata.left_out), position)
+            data.go_to(point.step + count_batches(point.metadata.left_out), position)
 
     def _restore(self, tracker: Tracker) -> TrainState:
         """Restore the newest sound checkpoint; one that was asked for by name must be sound."""
@@ -146,17 +146,17 @@ class Restoring:
 
 
 def newest_checkpoint(run_dir: Path | None) -> int | None:
-    """Return the update of a run's newest checkpoint; None if it has none."""
+    """Return the step of a run's newest checkpoint; None if it has none."""
     return None if run_dir is None else CheckpointReader(run_dir / FOLDER).latest()
 
 
 def with_resuming(error: OutOfMemory, run_dir: Path | None) -> OutOfMemory:
     """Return an error that also says how to resume; the same one without a checkpoint."""
-    update = newest_checkpoint(run_dir)
-    if update is None:
+    step = newest_checkpoint(run_dir)
+    if step is None:
         return error
     again = f"the same call with run_dir={str(run_dir)!r}"
     if current_spelling() is Spelling.COMMAND_LINE:
         again = f"the same command with {shlex.quote(f'hydra.run.dir={run_dir}')}"
-    hint = f"update {update} is saved; to resume: {again} and one of these changes"
+    hint = f"step {step} is saved; to resume: {again} and one of these changes"
     return OutOfMemory(error.what, why=error.why, fix=f"{error.fix}\n{hint}")

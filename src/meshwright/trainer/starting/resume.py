@@ -41,14 +41,14 @@ class ResumePoint:
 
     Attributes:
         folder: the checkpoint folder.
-        update: the update of the checkpoint.
+        step: the step of the checkpoint.
         metadata: the metadata of the checkpoint.
         same_run: whether it is in the run's own folder, so that the run continues there.
         damaged: newer checkpoints in that folder, which cannot be read.
     """
 
     folder: Path
-    update: int
+    step: int
     metadata: CheckpointMetadata
     same_run: bool
     damaged: tuple[Damage, ...] = ()
@@ -56,7 +56,7 @@ class ResumePoint:
     @property
     def path(self) -> Path:
         """The folder of this checkpoint."""
-        return self.folder / str(self.update)
+        return self.folder / str(self.step)
 
 
 def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
@@ -93,7 +93,7 @@ def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
         return None
     metadata = CheckpointMetadata(**newest["metadata"])
     damaged = tuple(Damage(*each) for each in newest["damaged"])
-    return ResumePoint(Path(newest["folder"]), newest["update"], metadata, same_run, damaged)
+    return ResumePoint(Path(newest["folder"]), newest["step"], metadata, same_run, damaged)
 
 
 def _is_restarted(run_dir: Path) -> bool:
@@ -106,13 +106,13 @@ def _is_restarted(run_dir: Path) -> bool:
 def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:
     """Restore a checkpoint onto the devices; raise `DamagedCheckpoint` if it is damaged."""
     reader = CheckpointReader(point.folder)
-    saved = reader.shapes(point.update)
+    saved = reader.shapes(point.step)
     names = {
         group: names_on_disk(structs, saved.get(group, {}))
         for group, structs in form.structs.items()
     }
     arrays = reader.restore(
-        point.update,
+        point.step,
         {g: {names[g][p]: s for p, s in structs.items()} for g, structs in form.structs.items()},
     )
     return form.state(
@@ -122,9 +122,9 @@ def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:
 
 def set_damaged_aside(folder: Path, damage: Damage) -> str:
     """Rename a damaged checkpoint, so that it is never used again; return a warning."""
-    renamed = broadcast(str(set_aside(folder, damage.update)) if is_main() else "")
+    renamed = broadcast(str(set_aside(folder, damage.step)) if is_main() else "")
     return (
-        f"the checkpoint {folder / str(damage.update)} is damaged ({damage.problem}); it was "
+        f"the checkpoint {folder / str(damage.step)} is damaged ({damage.problem}); it was "
         f"renamed to {Path(renamed).name}, and the run resumes from an earlier one"
     )
 
@@ -133,12 +133,12 @@ def check_newest(point: ResumePoint | None, run_dir: Path) -> None:
     """Raise if another run has saved to the folder since the resume point was found."""
     if point is not None and not point.same_run:
         return
-    known = [] if point is None else [point.update, *(damage.update for damage in point.damaged)]
+    known = [] if point is None else [point.step, *(damage.step for damage in point.damaged)]
     newest = broadcast(CheckpointReader(run_dir / FOLDER).latest() if is_main() else None)
     if newest != max(known, default=None):
         raise UserError(
             f"another run has saved checkpoints in {run_dir}",
-            why=f"the newest is now update {newest}",
+            why=f"the newest is now step {newest}",
             fix="start this run again",
         )
 
@@ -151,16 +151,16 @@ def earlier_evaluations(
         return []
     rows = read_metrics(run_dir / "metrics.jsonl") if is_main() else {}
     evaluations = [
-        (update, {k: math.nan if v is None else v for k, v in values.items()})
-        for (split, update), values in rows.items()
-        if split == "eval" and update <= point.update
+        (step, {k: math.nan if v is None else v for k, v in values.items()})
+        for (split, step), values in rows.items()
+        if split == "eval" and step <= point.step
     ]
     return broadcast(evaluations)
 
 
 def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
     """Raise if the arrays of a checkpoint are not those of the run, and name the first of them."""
-    saved = CheckpointReader(point.folder).shapes(point.update)
+    saved = CheckpointReader(point.folder).shapes(point.step)
     names = {"params": "parameter", "state": "state", "optimizer": "optimizer state"}
     for group, name in names.items():
         need = {path: tuple(struct.shape) for path, struct in form.structs[group].items()}
@@ -196,7 +196,7 @@ def check_same_run(
     if changes and not accept:
         raise UserError(
             f"the {'config' if config else 'run'} differs from that of the checkpoint "
-            f"(update {metadata.update})",
+            f"(step {metadata.step})",
             why="; ".join(changes),
             fix=f"restore the old values, start a new run in another {Setting('hydra.run.dir')}, "
             f"or continue anyway with {Setting('checkpoint.accept_changes', True)}",
@@ -246,9 +246,9 @@ def _find_newest(where: Path | None, *, same_run: bool) -> dict[str, Any]:
     if where is None or (same_run and not (where / FOLDER).is_dir()):
         return {}
     try:
-        folder, update = (where / FOLDER, None) if same_run else find_store(where)
+        folder, step = (where / FOLDER, None) if same_run else find_store(where)
         reader = CheckpointReader(folder)
-        candidates = reader.updates() if update is None else [update]
+        candidates = reader.steps() if step is None else [step]
         # What was asked for by name is not replaced by another one.
         return _newest_sound(reader, candidates if same_run else candidates[-1:], same_run=same_run)
     except UserError as error:
@@ -256,14 +256,14 @@ def _find_newest(where: Path | None, *, same_run: bool) -> dict[str, Any]:
 
 
 def _newest_sound(
-    reader: CheckpointReader, updates: Sequence[int], *, same_run: bool
+    reader: CheckpointReader, steps: Sequence[int], *, same_run: bool
 ) -> dict[str, Any]:
     """Return the newest checkpoint whose metadata can be read, and the damaged ones after it."""
     damaged: list[Damage] = []
-    for update in reversed(updates):
+    for step in reversed(steps):
         try:
-            metadata = reader.metadata(update)
-            reader.shapes(update)
+            metadata = reader.metadata(step)
+            reader.shapes(step)
         except DamagedCheckpoint as error:
             if not same_run:
                 raise
@@ -271,9 +271,9 @@ def _newest_sound(
             continue
         return {
             "folder": str(reader.folder),
-            "update": update,
+            "step": step,
             "metadata": vars(metadata),
-            "damaged": [[d.update, d.problem] for d in damaged],
+            "damaged": [[d.step, d.problem] for d in damaged],
         }
     if damaged or list_set_aside(reader.folder):
         fix = f"write {Setting('hydra.run.dir', ANY)} with a new folder to start over"

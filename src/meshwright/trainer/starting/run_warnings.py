@@ -42,7 +42,7 @@ def other_microbatches(
     if before in (None, now) or all(leaf.role == "param" for leaf in leaves):
         return []
     warning = (
-        f"an update had {counted(before, 'microbatch', 'microbatches')} before the checkpoint and "
+        f"a step had {counted(before, 'microbatch', 'microbatches')} before the checkpoint and "
         f"has {now} now, which changes dropout and batch statistics"
     )
     size, most = batch.global_batch_size, batch.global_batch_size // before
@@ -74,25 +74,25 @@ def schedule_warnings(
         chosen: the keys that the user set anywhere. A default warm-up that is longer than a short
             trial run is not worth a warning.
     """
-    updates = _updates(config, recipe, batch_size)
+    steps = _steps(config, recipe, batch_size)
     return [
-        *_overridden_steps(config, updates, overrides),
-        *(_long_warmup(config, updates, batch_size) if WARMUP in chosen else []),
+        *_overridden_steps(config, steps, overrides),
+        *(_long_warmup(config, steps, batch_size) if WARMUP in chosen else []),
     ]
 
 
-def _updates(config: Config, recipe: Recipe, batch_size: int) -> int | None:
-    """Return the number of updates of a run; None for a time."""
+def _steps(config: Config, recipe: Recipe, batch_size: int) -> int | None:
+    """Return the number of steps of a run; None for a time."""
     duration = training_duration(config)
     samples = None if duration.epochs is None else recipe.data.num_samples
-    return duration.total_updates(num_samples=samples, batch_size=batch_size)
+    return duration.total_steps(num_samples=samples, batch_size=batch_size)
 
 
-def _overridden_steps(config: Config, updates: int | None, overrides: Iterable[str]) -> list[str]:
+def _overridden_steps(config: Config, total: int | None, overrides: Iterable[str]) -> list[str]:
     duration, steps = config.training.max_duration, config.training.steps
-    if duration is None or "training.steps" not in overrides or updates == steps:
+    if duration is None or "training.steps" not in overrides or total == steps:
         return []
-    length = "" if updates is None else f", which is {counted(updates, 'update')}"
+    length = "" if total is None else f", which is {counted(total, 'step')}"
     return [
         f"{Setting('training.max_duration', duration)} overrides "
         f"{Setting('training.steps', steps)}: the run ends after "
@@ -100,14 +100,14 @@ def _overridden_steps(config: Config, updates: int | None, overrides: Iterable[s
     ]
 
 
-def _long_warmup(config: Config, updates: int | None, batch_size: int) -> list[str]:
+def _long_warmup(config: Config, steps: int | None, batch_size: int) -> list[str]:
     warmup = config.optimizer.warmup_steps
-    if updates is None or not warmup or warmup < updates:
+    if steps is None or not warmup or warmup < steps:
         return []
-    rate = learning_rate(config, batch_size, updates)
+    rate = learning_rate(config, batch_size, steps)
     return [
         f"{Setting('optimizer.warmup_steps', warmup)} is not shorter than the run of "
-        f"{counted(updates, 'update')}: the learning rate ends at {rate_at(rate, updates - 1):.3g} "
+        f"{counted(steps, 'step')}: the learning rate ends at {rate_at(rate, steps - 1):.3g} "
         f"and never reaches {rate_at(rate, warmup):.3g}"
     ]
 
@@ -116,24 +116,24 @@ def raised_rate(
     config: Config, recipe: Recipe, batch_size: int, resumed: CheckpointMetadata
 ) -> list[str]:
     """Warn if a longer run raises a learning rate that had decayed at the checkpoint."""
-    updates = _updates(config, recipe, batch_size)
+    steps = _steps(config, recipe, batch_size)
     try:
         before = Config.parse(dict(resumed.config))
-        old_updates = _updates(before, recipe, resumed.global_batch_size)
-        old = learning_rate(before, resumed.global_batch_size, old_updates)
+        old_steps = _steps(before, recipe, resumed.global_batch_size)
+        old = learning_rate(before, resumed.global_batch_size, old_steps)
     except MeshwrightError:
         # A config of another version, or of a run from Python, which has none.
         return []
-    new = learning_rate(config, resumed.global_batch_size, updates)
-    done = resumed.update
+    new = learning_rate(config, resumed.global_batch_size, steps)
+    done = resumed.step
     if not done or rate_at(new, done) <= NOTICEABLE * rate_at(old, done):
         return []
     last, rate = rate_at(old, done - 1), rate_at(new, done)
-    longer = f" ended at update {old_updates} and now ends at update {updates}"
-    why = "" if old_updates == updates else longer
+    longer = f" ended at step {old_steps} and now ends at step {steps}"
+    why = "" if old_steps == steps else longer
     schedule = Setting("optimizer.schedule", config.optimizer.schedule)
     return [
-        f"the learning rate rises again: it was {last:.3g} at the checkpoint (update {done}) and "
+        f"the learning rate rises again: it was {last:.3g} at the checkpoint (step {done}) and "
         f"is {rate:.3g} after it ({schedule}{why}); "
         f"to stay low, add {Setting('optimizer.schedule', 'constant')}, the "
         f"{Setting('optimizer.learning_rate')} to continue with, and "
@@ -146,22 +146,22 @@ def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: 
 
     Args:
         result: the result of the run.
-        before: updates that the trainer had done before, in memory.
+        before: steps that the trainer had done before, in memory.
         asked: what was asked for.
         batch_size: samples per global batch.
     """
-    steps = None if asked.duration is None else asked.duration.updates
+    steps = None if asked.duration is None else asked.duration.steps
     texts: list[str] = []
     if result.stop.reason is StopReason.OUT_OF_BATCHES:
         texts.append(
             f"{result.stop.text}, and training stopped there. Give more batches, or write "
             "epochs=… for data that can be read again"
         )
-    elif steps != 0 and result.updates == before:
+    elif steps != 0 and result.steps == before:
         more = steps or before
         texts.append(
-            f"this trainer had already done {before} updates, and nothing was trained. The length "
-            f"of a run counts from its first update: write steps={before + more} to do {more} "
+            f"this trainer had already done {before} steps, and nothing was trained. The length "
+            f"of a run counts from its first step: write steps={before + more} to do {more} "
             "more, or restart=True to start over"
         )
     if asked.data is not None and (dropped := asked.data.num_dropped):

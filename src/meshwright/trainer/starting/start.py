@@ -34,7 +34,7 @@ class Start:
     Attributes:
         state: makes the state to start from without a checkpoint.
         point: the checkpoint to resume from; None for none.
-        updates: the updates of that state, which an earlier `fit` did.
+        steps: the steps of that state, which an earlier `fit` did.
         remarks: what of a folder of weights is not used.
         source: where the weights come from, in one line; empty if they are random or a run's.
         hf_files: what the run remembers for exports to Hugging Face's format, by name.
@@ -42,7 +42,7 @@ class Start:
 
     state: Callable[[], TrainState]
     point: ResumePoint | None = None
-    updates: int = 0
+    steps: int = 0
     remarks: tuple[str, ...] = ()
     source: str = ""
     hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -87,7 +87,7 @@ def find_start(
     if last is None:
         return start
     result = last
-    return replace(start, state=lambda: continued_state(result, programs), updates=result.updates)
+    return replace(start, state=lambda: continued_state(result, programs), steps=result.steps)
 
 
 def _weights_folder(trainer: TrainerSettings) -> str | Path | None:

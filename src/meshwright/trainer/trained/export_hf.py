@@ -16,6 +16,7 @@ from meshwright.config.argument_checks import check_kind, check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.processes import barrier, is_main
+from meshwright.runtime.other_names import also_called
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.weights.families import FAMILIES, find_family, read_architecture
 from meshwright.weights.hf_folder import CONFIG
@@ -29,11 +30,12 @@ from meshwright.weights.write_folder import (
 )
 
 
+@also_called(update="step")
 def export_hf(
     run: str | Path | FitResult,
     folder: str | Path,
     *,
-    update: int | None = None,
+    step: int | None = None,
     dtype: str | None = None,
 ) -> Exported | None:
     """Write a trained model as a Hugging Face folder, which ``transformers`` loads.
@@ -44,7 +46,7 @@ def export_hf(
     Args:
         run: a run folder, its checkpoint folder, a single checkpoint, or the result of a `fit`.
         folder: the folder to write, which must not exist or be empty.
-        update: which checkpoint of a folder; the newest by default.
+        step: which checkpoint of a folder; the newest by default.
         dtype: float32, bfloat16 or float16; by default that of the weights that the training
             started from, or float32.
 
@@ -56,7 +58,7 @@ def export_hf(
     if isinstance(run, FitResult):
         return _export_result(run, target, dtype)
     check_kind("run", run, (str, Path), "write a run folder, or the result of a fit")
-    reader, number = choose_checkpoint(check_path("run", run), update)
+    reader, number = choose_checkpoint(check_path("run", run), step)
     metadata = reader.metadata(number)
     kept = read_kept(reader.folder.parent)
     kind, arguments = _architecture(metadata.config, kept)

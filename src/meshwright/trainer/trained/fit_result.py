@@ -20,6 +20,7 @@ from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.processes import broadcast, is_main
+from meshwright.runtime.other_names import formerly
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
@@ -35,10 +36,10 @@ class FitResult:
     """The result of a training run.
 
     Attributes:
-        losses: the mean loss of every logged update, by its number from 1.
-        eval: the metrics of every evaluation, by updates done.
-        updates: updates done, including those before a resume.
-        updates_before: those of them that were done before, by the run this one resumed.
+        losses: the mean loss of every logged step, by its number from 1.
+        eval: the metrics of every evaluation, by steps done.
+        steps: steps done, including those before a resume.
+        steps_before: those of them that were done before, by the run this one resumed.
         seconds: duration, including compilation.
         stop: why the run ended: ``stop.reason`` is a `StopReason`, ``stop.text`` says it.
         state: the final state.
@@ -48,14 +49,14 @@ class FitResult:
         hf_files: what an export to Hugging Face's format needs, by file name.
         extra: further results, such as a sample of text.
         goodput: the share of the time since the start, with earlier attempts of the same launch,
-            that went into updates whose results were kept; None if the result was restored.
+            that went into steps whose results were kept; None if the result was restored.
         attempts: how often the launcher has started the processes.
-        skipped: updates since ``updates_before`` that changed nothing, as they were not finite.
+        skipped: steps since ``steps_before`` that changed nothing, as they were not finite.
     """
 
     losses: dict[int, float]
     eval: dict[int, dict[str, float]]
-    updates: int
+    steps: int
     seconds: float
     stop: Stop
     state: TrainState
@@ -64,27 +65,29 @@ class FitResult:
     run_dir: Path | None = None
     hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    updates_before: int = 0
+    steps_before: int = 0
     goodput: float | None = None
     attempts: int = 1
     skipped: int = 0
+    updates = formerly("steps")
+    updates_before = formerly("steps_before")
 
     def __repr__(self) -> str:
         """Show how the run went; states and programs would fill pages."""
         last = list(self.losses.values())[-1:]
         shown = f", loss {last[0]:.4f}" if last else ""
-        return f"FitResult({self.updates} updates{shown}, {self.seconds:.1f} s, {self.stopped})"
+        return f"FitResult({self.steps} steps{shown}, {self.seconds:.1f} s, {self.stopped})"
 
     def __str__(self) -> str:
         """Return how the run went, in a line or two."""
-        plan, done = self.assembled.plan, counted(self.updates, "update")
+        plan, done = self.assembled.plan, counted(self.steps, "step")
         if self.stop.reason is StopReason.RESTORED:
             return f"{done}, {self.stopped}"
-        new = self.updates - self.updates_before - self.skipped
+        new = self.steps - self.steps_before - self.skipped
         samples = f" of {counted(plan.batch.global_batch_size, 'sample')}" if new else ""
         ended = (
-            f"trained {counted(new, 'update') if new else 'nothing'}"
-            f"{f' ({done} in all)' if self.updates_before else ''}{samples}"
+            f"trained {counted(new, 'step') if new else 'nothing'}"
+            f"{f' ({done} in all)' if self.steps_before else ''}{samples}"
             f"{f' and skipped {self.skipped}' if self.skipped else ''} on "
             f"{counted(plan.num_devices, 'device')} in {self.seconds:.0f} s: {self.stopped}"
         )
@@ -190,7 +193,7 @@ class FitResult:
     def summary(self) -> dict[str, Any]:
         """Return the content of result.json."""
         return {
-            "updates": self.updates,
+            "steps": self.steps,
             "skipped": self.skipped,
             **summarize(self.losses, self.eval),
             "seconds": self.seconds,

@@ -27,6 +27,7 @@ from meshwright.models import find_builder
 from meshwright.program.trace.build_model import ModelSource, describe_model, initial_values
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
+from meshwright.runtime.other_names import also_called
 from meshwright.runtime.user_code import is_users_file
 from meshwright.step.assemble import set_eval_mode
 from meshwright.trees import from_key_data, is_key, key_data
@@ -37,7 +38,8 @@ from meshwright.weights.kept import read_kept
 from meshwright.weights.match import find_weights
 
 
-def load_model(run: str | Path, *, model: Any = None, update: int | None = None) -> Any:
+@also_called(update="step")
+def load_model(run: str | Path, *, model: Any = None, step: int | None = None) -> Any:
     """Load the model of a run with its trained parameters, in evaluation mode.
 
     Args:
@@ -45,7 +47,7 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
         model: an NNX model of the same structure, which stays as it is, or a function that
             builds it; not needed for runs started from the command line or from weights of
             Hugging Face.
-        update: which checkpoint; by default the newest that is not damaged, with a warning about
+        step: which checkpoint; by default the newest that is not damaged, with a warning about
             those that are.
     """
     path = check_path("run", run)
@@ -53,11 +55,11 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
     if hub_name or (is_hf_folder(path) and not (path / FOLDER).is_dir()):
         return _load_hf(path, model)
     folder, named = find_store(path)
-    asked = named if update is None else update
+    asked = named if step is None else step
     if asked is not None:
         return _load(folder, asked, model)
     damaged: list[Damage] = []
-    for newest in reversed(CheckpointReader(folder).updates()):
+    for newest in reversed(CheckpointReader(folder).steps()):
         try:
             loaded = _load(folder, newest, model)
         except DamagedCheckpoint as error:
@@ -70,24 +72,24 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
     )
 
 
-def _load(folder: Path, update: int, model: Any) -> Any:
-    source = _from_config(folder, update) if model is None else _given(model)
+def _load(folder: Path, step: int, model: Any) -> Any:
+    source = _from_config(folder, step) if model is None else _given(model)
     parts = describe_model(source, ...)
-    loaded = parts.merge(read_leaves(folder, update, parts.leaves))
+    loaded = parts.merge(read_leaves(folder, step, parts.leaves))
     set_eval_mode(loaded)
     return loaded
 
 
-def read_leaves(folder: Path, update: int, leaves: Sequence[Leaf]) -> list[Any]:
+def read_leaves(folder: Path, step: int, leaves: Sequence[Leaf]) -> list[Any]:
     """Return the values of a model's leaves in a checkpoint; raise if it is of another model."""
-    groups = read_groups(folder, ("params", "state"), update=update)
+    groups = read_groups(folder, ("params", "state"), step=step)
     saved = {path: array for group in groups.values() for path, array in group.items()}
     need = {leaf.path: _stored_shape(leaf) for leaf in leaves}
     saved = as_named_now(saved, need)
     differences = describe_differences({p: a.shape for p, a in saved.items()}, need)
     if differences:
         raise UserError(
-            f"the model is not the one of {folder / str(update)}",
+            f"the model is not the one of {folder / str(step)}",
             why="; ".join(differences),
             fix="pass the model that was trained",
         )
@@ -115,8 +117,8 @@ def _load_hf(path: Path, model: Any) -> Any:
 def _warn_damaged(folder: Path, damaged: Sequence[Damage], used: int) -> None:
     for each in damaged:
         warnings.warn(
-            f"the checkpoint {folder / str(each.update)} is damaged ({each.problem}); the model is "
-            f"that of update {used} instead",
+            f"the checkpoint {folder / str(each.step)} is damaged ({each.problem}); the model is "
+            f"that of step {used} instead",
             UserWarning,
             stacklevel=3,
         )
@@ -133,8 +135,8 @@ def _given(model: Any) -> ModelSource:
     return model_source(model, no_loss, no_loss)
 
 
-def _from_config(folder: Path, update: int) -> ModelSource:
-    config = CheckpointReader(folder).metadata(update).config
+def _from_config(folder: Path, step: int) -> ModelSource:
+    config = CheckpointReader(folder).metadata(step).config
     kept = read_kept(folder.parent) if not config else {}
     if CONFIG in kept:
         found = read_architecture(json.loads(kept[CONFIG]), str(folder.parent))

@@ -1,4 +1,4 @@
-"""Updates compared one by one, each from the mesh's own values, as closely as rounding allows."""
+"""Steps compared one by one, each from the mesh's own values, as closely as rounding allows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshwright.proof.compare import (
     rough_gaps,
     worst_of,
 )
-from meshwright.proof.mesh_run import MeshUpdate
+from meshwright.proof.mesh_run import MeshStep
 from meshwright.proof.reference import OptaxUpdate, Reference
 from meshwright.proof.rounding import Rounding, update_tolerances
 from meshwright.trees import is_key
@@ -35,8 +35,8 @@ SAMPLES = 2
 
 
 @dataclass(frozen=True)
-class ComparedUpdate:
-    """The first half of an update, up to its gradients, computed twice from the same values.
+class ComparedStep:
+    """The first half of a step, up to its gradients, computed twice from the same values.
 
     Attributes:
         values: the model's leaf values before it.
@@ -58,7 +58,7 @@ class ComparedUpdate:
     def exact(self) -> ObservedRun:
         """The same in float64."""
         with jax.enable_x64(True):
-            return self.wide.first_update(widened(self.values), self.batch)
+            return self.wide.first_step(widened(self.values), self.batch)
 
     @cached_property
     def second(self) -> ObservedRun:
@@ -89,7 +89,7 @@ class ComparedUpdate:
             for seed in range(SAMPLES):
                 values = perturbed(self.values, rounding.unit, seed)
                 batch = perturbed(self.batch, rounding.unit, seed + SAMPLES)
-                found.append(self._gaps(self.exact, self.wide.first_update(values, batch)))
+                found.append(self._gaps(self.exact, self.wide.first_step(values, batch)))
         growth = {"loss": rounding.loss / rounding.unit}
         factor = rounding.gradients / rounding.unit
         return {
@@ -119,16 +119,14 @@ class ComparedUpdate:
         }
 
 
-def compare_updates(
-    updates: Sequence[ComparedUpdate], rounding: Rounding, how: str
-) -> list[Comparison]:
-    """Compare loss, gradients and state of updates; the gaps of a leaf are the worst of all."""
-    gaps = [update.gaps(rounding) for update in updates]
+def compare_steps(steps: Sequence[ComparedStep], rounding: Rounding, how: str) -> list[Comparison]:
+    """Compare loss, gradients and state of steps; the gaps of a leaf are the worst of all."""
+    gaps = [step.gaps(rounding) for step in steps]
     amplified: list[Mapping[str, Gaps]] = []
 
     def allowed(what: str) -> Gaps:
         if not amplified:
-            amplified.extend(update.amplified(rounding) for update in updates)
+            amplified.extend(step.amplified(rounding) for step in steps)
         if what == "loss":
             return _numbered(part["loss"] for part in amplified)
         return worst_of(part[what] for part in amplified)
@@ -162,7 +160,7 @@ def perturbed(values: Sequence[Any], unit: float, seed: int) -> list[Any]:
 
 
 def _numbered(parts: Any) -> Gaps:
-    return {f"update {number}": gaps["update 1"] for number, gaps in enumerate(parts, start=1)}
+    return {f"step {number}": gaps["step 1"] for number, gaps in enumerate(parts, start=1)}
 
 
 def _smaller(gaps: Gaps, others: Gaps) -> Gaps:
@@ -173,7 +171,7 @@ def _smaller(gaps: Gaps, others: Gaps) -> Gaps:
 WORSE = 4.0
 """How much further the mesh may be from float64 than one device is in the same precision."""
 
-HOW_UPDATES = "the mesh against one device, which starts every update from the mesh's own values"
+HOW_STEPS = "the mesh against one device, which starts every step from the mesh's own values"
 HOW_PARAMETERS = (
     "the mesh's optimizer against optax on one device, from the mesh's gradients and parameters"
 )
@@ -198,28 +196,26 @@ class OwnPrecision:
     initial: Sequence[Any]
 
     def compare(
-        self, updates: Sequence[MeshUpdate], batches: Sequence[Sequence[Any]]
+        self, steps: Sequence[MeshStep], batches: Sequence[Sequence[Any]]
     ) -> list[Comparison]:
-        """Compare loss, gradients, state and parameters of every update."""
-        compared = [
-            self._compared(update, batch) for update, batch in zip(updates, batches, strict=True)
-        ]
-        comparisons = compare_updates(compared, self.rounding, HOW_UPDATES)
-        if not self.depends_on_loss(updates[0]):
-            comparisons.append(self._parameters(updates))
+        """Compare loss, gradients, state and parameters of every step."""
+        compared = [self._compared(step, batch) for step, batch in zip(steps, batches, strict=True)]
+        comparisons = compare_steps(compared, self.rounding, HOW_STEPS)
+        if not self.depends_on_loss(steps[0]):
+            comparisons.append(self._parameters(steps))
         return comparisons
 
-    def depends_on_loss(self, update: MeshUpdate) -> bool:
+    def depends_on_loss(self, step: MeshStep) -> bool:
         """Whether the optimizer looks at the loss, which rounding changes from device to device."""
-        first = {path: update.before[path] for path in update.clipped}
-        return self.update.looks_at_loss(first, self.update.init(first), update.clipped)
+        first = {path: step.before[path] for path in step.clipped}
+        return self.update.looks_at_loss(first, self.update.init(first), step.clipped)
 
-    def _compared(self, update: MeshUpdate, batch: Sequence[Any]) -> ComparedUpdate:
-        values = self._leaf_values(update.before)
-        expected = self.narrow.first_update(values, batch, update.loss_scale)
-        state = {path: update.after[path] for path in expected.state}
-        actual = ObservedRun([update.loss], update.gradients, update.start, state)
-        return ComparedUpdate(values, batch, expected, actual, self.wide)
+    def _compared(self, step: MeshStep, batch: Sequence[Any]) -> ComparedStep:
+        values = self._leaf_values(step.before)
+        expected = self.narrow.first_step(values, batch, step.loss_scale)
+        state = {path: step.after[path] for path in expected.state}
+        actual = ObservedRun([step.loss], step.gradients, step.start, state)
+        return ComparedStep(values, batch, expected, actual, self.wide)
 
     def _leaf_values(self, named: Leaves) -> Sequence[Any]:
         """Return fetched values in the order of the leaves, with random keys that are keys."""
@@ -237,26 +233,26 @@ class OwnPrecision:
             for leaf, first in zip(self.narrow.leaves, self.initial, strict=True)
         ]
 
-    def _parameters(self, updates: Sequence[MeshUpdate]) -> Comparison:
+    def _parameters(self, steps: Sequence[MeshStep]) -> Comparison:
         """Compare what the mesh's optimizer and optax on one device make of the same gradients."""
-        paths = list(updates[0].clipped)
-        first = {path: updates[0].before[path] for path in paths}
+        paths = list(steps[0].clipped)
+        first = {path: steps[0].before[path] for path in paths}
         moments = self.update.init(first)
         with jax.enable_x64(True):
             exact_moments = self.update.init(_wide(first))
         limits = update_tolerances(
-            self.update.program(first, moments, updates[0].clipped),
+            self.update.program(first, moments, steps[0].clipped),
             {path: value.dtype for path, value in first.items()},
         )
         gaps: list[Gaps] = []
         measured: list[Gaps] = []
-        for update in updates:
-            before = {path: update.start[path] for path in paths}
-            after = {path: update.after[path] for path in paths}
-            expected, moments = self.update(before, moments, update.clipped)
+        for step in steps:
+            before = {path: step.start[path] for path in paths}
+            after = {path: step.after[path] for path in paths}
+            expected, moments = self.update(before, moments, step.clipped)
             with jax.enable_x64(True):
                 exact, exact_moments = self.update(
-                    _wide(before), exact_moments, _wide(update.clipped)
+                    _wide(before), exact_moments, _wide(step.clipped)
                 )
             nearest = _smaller(exact_gaps(expected, after), exact_gaps(exact, after))
             gaps.append({path: gap / limits[path] for path, gap in nearest.items()})

@@ -1,4 +1,4 @@
-"""Training for no updates: the initial model is evaluated and saved, and the run can continue."""
+"""Training for no steps: the initial model is evaluated and saved, and the run can continue."""
 
 import json
 
@@ -38,8 +38,8 @@ def test_a_folder_is_evaluated_without_training():
     one = jax.devices()[:1]
     trainer = mw.Trainer(model=mw.hf_model(GPT2), loss=loss, optimizer=optax.sgd(0.1), devices=one)
     result = trainer.fit(data, steps=0, batch_size=len(tokens), eval_data=data)
-    assert (result.updates, result.losses) == (0, {})
-    assert result.stopped == "no updates were asked for"
+    assert (result.steps, result.losses) == (0, {})
+    assert result.stopped == "no steps were asked for"
     assert result.eval_loss == pytest.approx(published_loss(), rel=1e-5)
     assert trainer.evaluate(data)["loss"] == result.eval_loss
     first, second = str(result).splitlines()
@@ -47,7 +47,7 @@ def test_a_folder_is_evaluated_without_training():
     assert second == f"held out {result.eval_loss:.4f}"
 
 
-def test_fewer_than_no_updates_are_refused():
+def test_fewer_than_no_steps_are_refused():
     trainer = mw.Trainer(model=mw.hf_model(GPT2), loss=loss, optimizer=optax.sgd(0.1))
     with pytest.raises(UserError, match="steps=-1 is not valid"):
         trainer.fit({"tokens": np.zeros((8, 4), np.int32)}, steps=-1, batch_size=8)
@@ -62,14 +62,14 @@ def test_the_command_saves_a_run_that_can_be_used_and_continued(tmp_path, capfd)
     told = json.loads(capfd.readouterr().out)
     assert (told["steps"], told["first_loss"]) == (0, None)
     assert told["eval_loss"] > 0
-    table = mw.load_model(run, update=0).vocabulary.tokens.embedding[...]
+    table = mw.load_model(run, step=0).vocabulary.tokens.embedding[...]
     np.testing.assert_array_equal(table, saved_tensors(GPT2)["transformer.wte.weight"])
-    assert main(["export", str(run), "--to", "hf", str(tmp_path / "out"), "--update", "0"]) == 0
+    assert main(["export", str(run), "--to", "hf", str(tmp_path / "out"), "--step", "0"]) == 0
     for name, array in saved_tensors(GPT2).items():
         np.testing.assert_array_equal(saved_tensors(tmp_path / "out")[name], array)
     assert main([w for w in [*words, "training.steps=2"] if w != "--json"]) == 0
     told = capfd.readouterr()
-    assert "continuing after update 0" in told.err
-    assert "trained 2 updates of " in told.out
+    assert "continuing after step 0" in told.err
+    assert "trained 2 steps of " in told.out
     assert main([w for w in [*words, "training.steps=3"] if w != "--json"]) == 0
-    assert "trained 1 update (3 updates in all) of " in capfd.readouterr().out
+    assert "trained 1 step (3 steps in all) of " in capfd.readouterr().out
