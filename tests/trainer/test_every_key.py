@@ -211,7 +211,7 @@ def made_of(trainer):
     return made | {
         "model": [(leaf.path, leaf.shape) for leaf in parameters(trainer.model)],
         "optimizer": optimizer_settings(trainer.optimizer),
-        "rates": [float(recipe.learning_rate(update)) for update in (0, 1, 5, 590)],
+        "rates": [float(recipe.learning_rate(step)) for step in (0, 1, 5, 590)],
         "task": (type(recipe.task).__name__, comparable(recipe.task)),
         "data": [type(data.train).__name__, data.train.fingerprint(), source(data.train)],
         "shuffle": getattr(data.train, "shuffle", None),
@@ -310,7 +310,7 @@ def word(key, value):
 
 def test_the_command_line_passes_every_key_on(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
-    configs = caught(monkeypatch, "meshwright.cli.train.Trainer")
+    configs = caught(monkeypatch, "meshwright.trainer.Trainer")
     # Files and the planner have tests of their own.
     given, config = expected("model.weights", "plan", "mesh.auto")
     assert main(["train", *(word(key, value) for key, value in given.items())]) == 2
