@@ -276,7 +276,7 @@ def test_a_model_is_not_loaded_from_pickled_weights(tmp_path):
         ("gpt2", "architectures", 3, "it is 3, and has to be a list of names"),
         ("llama", "hidden_size", None, "it is null or missing, and has to be a whole number"),
         ("llama", "hidden_size", 64.5, "it is 64.5, and"),
-        ("llama", "rms_norm_eps", float("nan"), "it is NaN, and has to be a number"),
+        ("llama", "rms_norm_eps", float("nan"), "it is NaN, and has to be a decimal number"),
         ("llama", "rope_scaling", "linear", 'it is "linear", and has to be an object with keys'),
         ("llama", "rope_theta", "big", 'it is "big", and has to be a number'),
         ("gemma3", "layer_types", 3, "it is 3, and has to be a list"),

@@ -58,7 +58,8 @@ _FILE = """
 _name_or_path name_or_path transformers_version model_type architectures torch_dtype dtype
 _commit_hash tokenizer_class task_specific_params finetuning_task problem_type prefix id2label
 label2id num_labels transformers.js_config unsloth_fixed unsloth_version is_llama_config
-rope_interleaved pretraining_tp use_bfloat16 torchscript
+rope_interleaved pretraining_tp use_bfloat16 torchscript _num_labels n_special output_past
+predict_special_tokens
 """
 """What the file is, where it came from, and what other heads or programs need."""
 
@@ -142,7 +143,11 @@ def _number(value: Any) -> bool:
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "size": ("a whole number, 1 or more", lambda value: _whole(value) and value > 0),
     "token": ("a whole number", _whole),
-    "number": ("a number, 0 or more", lambda value: _number(value) and value >= 0),
+    # transformers refuses 0 and 1 where it expects 0.0 and 1.0.
+    "small": (
+        "a decimal number, 0 or more",
+        lambda value: isinstance(value, float) and _number(value) and value >= 0,
+    ),
     "positive": ("a number above 0", lambda value: _number(value) and value > 0),
     "rate": ("a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1),
     "flag": ("true or false", lambda value: isinstance(value, bool)),

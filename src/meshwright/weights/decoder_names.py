@@ -47,7 +47,7 @@ _KEYS = {
     "num_key_value_heads": ("size", "num_kv_heads"),
     "head_dim": ("size", "head_dim"),
     "intermediate_size": ("size", "mlp_size"),
-    "rms_norm_eps": ("number", "norm_epsilon"),
+    "rms_norm_eps": ("small", "norm_epsilon"),
     "tie_word_embeddings": ("flag", "tied_embeddings"),
 }
 """Rules and arguments of the keys that all of them have."""

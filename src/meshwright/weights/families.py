@@ -142,6 +142,7 @@ def text_model(config: HfConfig) -> HfConfig:
     inner = config.get("text_config")
     if inner is not None:
         check_value("text_config", inner, "object")
+        check_value("tie_word_embeddings", inner.get("tie_word_embeddings", True), "flag")
     kept = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     tied = {"tie_word_embeddings": own["tie_word_embeddings"]}
     return {**kept, **(inner or {}), **tied}

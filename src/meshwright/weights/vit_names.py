@@ -25,13 +25,13 @@ _KEYS = {
     "num_attention_heads": Key("size", 12, "num_heads"),
     "intermediate_size": Key("size", 3072, "mlp_size"),
     "num_channels": Key("size", 3, "channels_in"),
-    "layer_norm_eps": Key("number", 1e-12, "norm_epsilon"),
+    "layer_norm_eps": Key("small", 1e-12, "norm_epsilon"),
     "hidden_dropout_prob": Key("rate", 0.0, "dropout"),
     "attention_probs_dropout_prob": Key("rate", 0.0, "attention_dropout"),
     "hidden_act": only("gelu", "gelu_new", "gelu_pytorch_tanh"),
     "qkv_bias": only(True),
     "id2label": Key("object", null=True),
-    "num_labels": Key("size", 2),
+    "num_labels": Key("size"),
     "is_encoder_decoder": only(False),
     "per_layer_config": only(None),
     **{key: Key("", side) for key, side in _SIDES.items()},
@@ -68,7 +68,8 @@ def _arguments(values: HfConfig) -> dict[str, Any]:
     return {
         "image_size": _side(values, "image_size"),
         "patch_size": _side(values, "patch_size"),
-        "num_classes": values["num_labels"] if labels is None else len(labels),
+        # As in transformers, a number counts more than names.
+        "num_classes": values["num_labels"] or len(labels or range(2)),
         "embedding_dropout": values["hidden_dropout_prob"],
         "class_token": True,
         "exact_gelu": values["hidden_act"] == "gelu",
@@ -106,6 +107,7 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
         "hidden_act": "gelu" if arguments["exact_gelu"] else "gelu_pytorch_tanh",
         "qkv_bias": True,
         "id2label": labels,
+        **({"num_labels": len(labels)} if "num_labels" in kept else {}),
         "label2id": {label: int(number) for number, label in labels.items()},
     }
 
