@@ -147,10 +147,10 @@ def main(fixtures: Path) -> None:
             kept |= logits
             print(f"{label}: {sum(map(len, outcomes.values()))} values of {len(outcomes)} keys")
     (target / "cases.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    rows = [
-        np.pad(each, (0, SAMPLED - each.size), constant_values=np.nan) for each in kept.values()
-    ]
-    np.savez_compressed(target / "logits.npz", names=list(kept), logits=np.stack(rows))
+    logits = np.full((len(kept), SAMPLED), np.nan, np.float32)
+    for row, each in zip(logits, kept.values(), strict=True):
+        row[: each.size] = each
+    np.savez_compressed(target / "logits.npz", names=list(kept), logits=logits)
 
 
 def config_keys(config: Any, model: str) -> list[str]:

@@ -97,8 +97,8 @@ def _completed(
     completed = {**values, "model": found}
     data: Any = values.get("data")
     if isinstance(data, Mapping) and data.get("kind") in _TOKENIZED and "tokenizer" not in data:
-        tokenizer = folder.path / TOKENIZER
-        if tokenizer.is_file():
+        tokenizer = folder.file(TOKENIZER)
+        if tokenizer is not None:
             completed["data"] = {**data, "tokenizer": str(tokenizer)}
             origins["data.tokenizer"] = str(tokenizer)
     return Resolved(completed, origins)
