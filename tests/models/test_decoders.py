@@ -236,3 +236,36 @@ def test_sizes_that_do_not_fit_are_refused(kind, sizes, length, message):
         nnx.eval_shape(
             lambda t: build_model(kind, **SIZES[kind] | sizes, rngs=nnx.Rngs(0))(t), tokens
         )
+
+
+def test_the_lookup_of_the_padding_token_gives_no_gradient(fill):
+    sizes = SIZES["gemma3"] | {"num_blocks": 1, "tied_embeddings": True}
+    tokens = np.array([[5, 3, 5, 7]])
+
+    def gradients(pad):
+        """Of the embedding, through the lookup alone and through the tied model."""
+        model = fill(lambda: build_model("gemma3", **sizes, pad_token_id=pad, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(model)
+
+        def both(state):
+            through = [lambda model: model.embed(tokens), lambda model: model(tokens)]
+            losses = [lambda s, f=f: jnp.square(f(nnx.merge(graph, s))).sum() for f in through]
+            return [jax.grad(loss)(state)["tokens"]["embedding"][...] for loss in losses]
+
+        found = jax.jit(both, compiler_options=quick_options())(state)
+        return [np.asarray(each) for each in found]
+
+    (lookup, tied), (usual, _) = gradients(5), gradients(None)
+    assert np.abs(usual[5]).max() > 0
+    np.testing.assert_array_equal(lookup, usual * (np.arange(32) != 5)[:, None])
+    # The output layer still trains the row.
+    assert np.abs(tied[5]).max() > 0
+
+
+def test_decoders_drop_weights_of_attention(fill):
+    sizes = SIZES["qwen3"] | {"num_blocks": 1, "attention_dropout": 0.5}
+    model = fill(lambda: build_model("qwen3", **sizes, rngs=nnx.Rngs(0)))
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    assert np.abs(run(model, TOKENS) - run(model, TOKENS)).max() > 0
+    model.eval()
+    assert np.abs(run(model, TOKENS) - run(model, TOKENS)).max() == 0

@@ -217,6 +217,45 @@ def test_training_draws_new_dropout_in_every_call(model):
     assert np.abs(run(model, TOKENS) - run(model, TOKENS)).max() > 1e-3
 
 
+def dropped_at(rate):
+    """Which of the three rates makes two calls differ, where only one of them is above 0."""
+    rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout"), 0.0)
+    model = GPT(**SIZES | {"num_blocks": 1}, **rates | {rate: 0.5}, rngs=nnx.Rngs(0))
+    mask = causal_mask(8)
+    same = {
+        "embedding_dropout": lambda: model.vocabulary.encode(TOKENS),
+        "attention_dropout": lambda: model.blocks[0].attention(
+            jnp.ones((2, 8, 16)) * jnp.arange(8)[:, None], mask, model.blocks[0].dropout.rngs
+        ),
+        "dropout": lambda: model.blocks[0].dropout(jnp.ones((2, 8, 16))),
+    }
+    found = [name for name, call in same.items() if np.abs(call() - call()).max() > 0]
+    model.eval()
+    assert all(np.abs(call() - call()).max() == 0 for call in same.values())
+    return found
+
+
+@pytest.mark.parametrize("rate", ["dropout", "embedding_dropout", "attention_dropout"])
+def test_each_rate_of_dropout_has_its_place(rate):
+    assert dropped_at(rate) == [rate]
+
+
+def test_weights_of_attention_are_dropped_after_the_softmax():
+    query, key, value = np.random.default_rng(0).normal(size=(3, 1, 8, 2, 4)).astype(np.float32)
+    mask = causal_mask(8)
+    seen = []
+    attend(query, key, value, mask, dropout=lambda weights: seen.append(weights) or weights)
+    np.testing.assert_allclose(seen[0].sum(-1), 1.0, rtol=1e-6)
+    nothing = attend(query, key, value, mask, dropout=lambda weights: 0 * weights)
+    np.testing.assert_array_equal(nothing, 0 * value)
+
+
+def test_a_rate_for_attention_adds_no_state(model):
+    with_rate = nnx.eval_shape(lambda: GPT(**SIZES, attention_dropout=0.5, rngs=nnx.Rngs(0)))
+    paths = [[p for p, _ in nnx.to_flat_state(nnx.state(each))] for each in (with_rate, model)]
+    assert paths[0] == paths[1]
+
+
 def test_residual_writers_start_smaller_with_depth():
     assert residual_std(8) == 0.02 / 4
     rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))

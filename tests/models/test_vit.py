@@ -46,6 +46,17 @@ def test_the_published_form_equals_numpy(fill):
     np.testing.assert_allclose(found, published_vit(params_of(model), image), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("rate", ["dropout", "embedding_dropout", "attention_dropout"])
+def test_every_rate_of_dropout_changes_training_alone(fill, rate):
+    sizes = {"image_size": 4, "patch_size": 2, "num_blocks": 1, "hidden_size": 8}
+    model = fill(lambda: ViT(**sizes | {"dropout": 0.0, rate: 0.5}, rngs=nnx.Rngs(0)))
+    run = nnx.jit(lambda model, image: model(image))
+    image = np.random.default_rng(0).normal(size=(2, 4, 4, 1)).astype(np.float32)
+    assert np.abs(run(model, image) - run(model, image)).max() > 0
+    model.eval()
+    assert np.abs(run(model, image) - run(model, image)).max() == 0
+
+
 def params_of(model):
     paths = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): np.float64(leaf[...]) for path, leaf in paths}

@@ -12,6 +12,7 @@ from meshwright.cli.main import main
 from meshwright.data.tokenizer import FileTokenizer
 from meshwright.errors import UserError
 from meshwright.models import build_model
+from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.safetensors_format import write_file
 
 
@@ -160,9 +161,15 @@ def test_missing_files_and_tensors_of_an_index_are_listed(tmp_path):
     values = json.loads(index.read_text())
     values["weight_map"]["model.more"] = "model-00001-of-00005.safetensors"
     index.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="do not have all tensors") as error:
+    with pytest.raises(UserError, match="do not have the tensors") as error:
         mw.load_model(folder)
-    assert "`model.more`" in error.value.why
+    assert error.value.why == "not found: `model.more` in model-00001-of-00005.safetensors"
+    values["weight_map"].pop("model.more")
+    moved = values["weight_map"].pop("model.norm.weight")
+    index.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="do not have the tensors") as error:
+        mw.load_model(folder)
+    assert error.value.why == f"not in the index: `model.norm.weight` in {moved}"
     (folder / "model-00002-of-00005.safetensors").unlink()
     with pytest.raises(UserError, match="1 of the 5 files of weights are missing") as error:
         mw.load_model(folder)
@@ -262,14 +269,14 @@ def test_a_model_is_not_loaded_from_pickled_weights(tmp_path):
         ("gpt2", "n_layer", [2], "it is [2], and has to be a whole number"),
         ("gpt2", "n_head", 0, "it is 0, and"),
         ("gpt2", "n_head", True, "it is true, and"),
-        ("gpt2", "resid_pdrop", -0.5, "it is -0.5, and has to be a number, 0 or more"),
+        ("gpt2", "resid_pdrop", -0.5, "it is -0.5, and has to be a number from 0 to 1"),
         ("gpt2", "n_inner", "wide", 'it is "wide", and'),
         ("gpt2", "tie_word_embeddings", "yes", 'it is "yes", and has to be true or false'),
         ("gpt2", "architectures", "GPT2LMHeadModel", "has to be a list of names"),
         ("gpt2", "architectures", 3, "it is 3, and has to be a list of names"),
         ("llama", "hidden_size", None, "it is null or missing, and has to be a whole number"),
         ("llama", "hidden_size", 64.5, "it is 64.5, and"),
-        ("llama", "rms_norm_eps", float("nan"), "it is NaN, and has to be a number"),
+        ("llama", "rms_norm_eps", float("nan"), "it is NaN, and has to be a decimal number"),
         ("llama", "rope_scaling", "linear", 'it is "linear", and has to be an object with keys'),
         ("llama", "rope_theta", "big", 'it is "big", and has to be a number'),
         ("gemma3", "layer_types", 3, "it is 3, and has to be a list"),
@@ -325,3 +332,76 @@ def test_a_broken_generation_config_is_named_before_training(tmp_path, capsys, t
     assert main(["train", *words, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
     assert "generation_config.json of the weights" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_keys_that_are_not_known_are_named(tmp_path):
+    folder = copy_folder("llama", tmp_path / "llama")
+    change_config(folder, use_swiglu=True, residual_multiplier=0.5)
+    with pytest.raises(UserError, match="not known: `use_swiglu`, `residual_multiplier`") as error:
+        mw.hf_model(folder)
+    assert "remove them" in error.value.fix
+
+
+def test_a_class_that_contradicts_its_type_is_refused(tmp_path):
+    folder = copy_folder("llama", tmp_path / "llama")
+    change_config(folder, model_type="mistral")
+    with pytest.raises(UserError, match="is not known") as error:
+        mw.hf_model(folder)
+    assert "LlamaForCausalLM of the model_type mistral" in error.value.why
+
+
+def test_an_output_layer_that_is_not_the_embedding_is_named(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    table = "transformer.wte.weight"
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t[table].copy()}))
+    assert mw.load_model(folder).vocabulary.head is None
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t[table] * 2}))
+    with pytest.raises(UserError, match=r"`lm_head.weight` in .* is not the embedding") as error:
+        mw.load_model(folder)
+    change_config(folder, tie_word_embeddings=False)
+    assert "write tie_word_embeddings=false" in error.value.fix
+    assert mw.load_model(folder).vocabulary.head is not None
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    rewrite(folder, lambda t: t.update({"wte.weight": t["transformer.wte.weight"] * 2}))
+    with pytest.raises(UserError, match="twice") as error:
+        mw.load_model(folder)
+    assert "`wte.weight`" in error.value.why
+
+
+def test_files_outside_of_the_folder_are_refused(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    (tmp_path / "secret").write_text("a key")
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"chat_template.jinja is not in its folder") as error:
+        open_folder(folder).kept_files()
+    assert error.value.why == f"it is {tmp_path / 'secret'}"
+    weights = folder / "model.safetensors"
+    weights.rename(tmp_path / "model.safetensors")
+    weights.symlink_to(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.safetensors is not in its folder"):
+        mw.load_model(folder)
+    weights.unlink()
+    index = {"weight_map": {"transformer.wte.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"\.\./model.safetensors is not in its folder"):
+        mw.load_model(folder)
+
+
+def test_a_folder_of_the_cache_of_hugging_face_is_read(tmp_path):
+    cache = tmp_path / "models--gpt2"
+    copy_folder("gpt2", cache / "blobs")
+    snapshot = cache / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for file in (cache / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert "tokenizer.json" in open_folder(snapshot).kept_files()
+    assert mw.load_model(snapshot).blocks[0].mlp.up.kernel.shape == (16, 64)
+
+
+def test_a_name_of_the_hub_without_its_owner_has_the_command_to_download(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="hf download gpt2 --local-dir gpt2"):
+        mw.load_model("gpt2")

@@ -49,6 +49,42 @@ def test_loaded_weights_are_exported_bit_by_bit(name, tmp_path):
     assert mw.hf_model(tmp_path / "out").arguments == mw.hf_model(HF / name).arguments
 
 
+def test_rates_of_dropout_and_the_padding_token_are_read_and_written_again(tmp_path):
+    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.3}
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    change_config(folder, **rates)
+    model = mw.hf_model(folder)
+    names = ("dropout", "embedding_dropout", "attention_dropout")
+    assert [model.arguments[name] for name in names] == [0.1, 0.2, 0.3]
+    assert {key: model.config()[key] for key in rates} == rates
+    # One rate stands for all that are not given.
+    other = mw.hf_model(folder, dropout=0.0, attention_dropout=0.5).arguments
+    assert [other[name] for name in names] == [0.0, 0.0, 0.5]
+    vit = copy_folder("vit", tmp_path / "vit")
+    change_config(vit, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.2)
+    assert [mw.hf_model(vit).arguments[name] for name in names] == [0.1, 0.1, 0.2]
+    llama = copy_folder("llama", tmp_path / "llama")
+    change_config(llama, attention_dropout=0.1, pad_token_id=-1)
+    model = mw.hf_model(llama)
+    assert (model.arguments["attention_dropout"], model.arguments["pad_token_id"]) == (0.1, 95)
+    assert (model.config()["attention_dropout"], model.config()["pad_token_id"]) == (0.1, 95)
+    # Without a padding token in its config.json, Gemma 3 has token 0.
+    change_config(copy_folder("gemma3", tmp_path / "gemma3"), pad_token_id=None)
+    assert mw.hf_model(tmp_path / "gemma3").arguments["pad_token_id"] == 0
+
+
+def test_numbers_that_a_format_cannot_hold_are_counted(tmp_path):
+    usual = source(HF / "qwen3")
+    assert write_folder(usual, tmp_path / "same").rounded == 0
+
+    def trained(paths):
+        return {path: array * 1.001 for path, array in usual.read(paths).items()}
+
+    exported = write_folder(Source(**{**vars(usual), "read": trained}), tmp_path / "out")
+    assert exported.dtype == "float16"
+    assert exported.parameters * 0.9 < exported.rounded <= exported.parameters
+
+
 def test_large_models_are_written_to_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "FILE_BYTES", 20_000)
     monkeypatch.setattr(writing, "READ_BYTES", 4_000)

@@ -42,7 +42,7 @@ def test_both_spellings_of_multimodal_names_are_read(tmp_path):
         for name, array in tensors.items()
     }
     # Tied, and present nevertheless.
-    renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"] * 0
+    renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"]
     shapes = {name: array.shape for name, array in renamed.items()}
     write_file(folder / "model.safetensors", shapes, "bfloat16", iter(renamed.values()))
     assert_same_logits(mw.load_model(folder), "gemma3_multimodal")

@@ -109,6 +109,8 @@ GPT2_MEDIUM = {
     "n_embd": 1024,
     "n_head": 16,
     "n_layer": 24,
+    "n_special": 0,
+    "predict_special_tokens": True,
     "vocab_size": 50257,
 }
 

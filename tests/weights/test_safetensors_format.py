@@ -1,5 +1,7 @@
 """Files of weights, against the library of the format."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -44,12 +46,44 @@ def test_half_precision_is_read_as_it_is(tmp_path):
     np.testing.assert_array_equal(read, ARRAYS["matrix"].astype(ml_dtypes.bfloat16))
 
 
-def test_large_tensors_are_read_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_format, "BLOCK_BYTES", 60)
+def test_a_slice_is_read_alone(tmp_path):
     file = tmp_path / "file.safetensors"
     save_file(ARRAYS, file)
     read = read_header(file)["matrix"].read([(1, 5), (2, 6)])
     np.testing.assert_array_equal(read, ARRAYS["matrix"][1:5, 2:6])
+
+
+def test_tensors_are_compared_in_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_format, "BLOCK_BYTES", 60)
+    other = ARRAYS["matrix"].copy()
+    other[4, 6] += 1
+    save_file({**ARRAYS, "same": ARRAYS["matrix"], "other": other}, tmp_path / "file")
+    tensors = read_header(tmp_path / "file")
+    assert tensors["matrix"].equals(tensors["same"])
+    assert not tensors["matrix"].equals(tensors["other"])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": [0, 8], "b": [4, 12]},
+        {"a": [-8, 0]},
+        {"a": [8, 16]},
+        {"a": [0, 8], "b": [12, 16]},
+        {"a": [0, 8]},
+        {"a": [16, 8]},
+        {"a": [0, 2**70]},
+    ],
+)
+def test_tensors_that_overlap_or_leave_gaps_are_refused(tmp_path, header):
+    entries = {
+        name: {"dtype": "F32", "shape": [abs(end - start) // 4], "data_offsets": [start, end]}
+        for name, (start, end) in header.items()
+    }
+    text = json.dumps(entries).encode()
+    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(UserError, match="is not a complete safetensors file"):
+        read_header(tmp_path / "file")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60, -1])

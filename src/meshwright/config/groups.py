@@ -27,6 +27,7 @@ def group_options(config_dir: Path | None = None) -> dict[str, list[str]]:
 _MESH = re.compile(r"""\+{0,2}mesh=(['"]?)(\w+=-?\d+(?:\s*,\s*\w+=-?\d+)*)\1""")
 _OWN_KIND = re.compile(r"\+{0,2}(model|task|data|optimizer)=([\w.]+:[\w.]+)")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+_PLAIN_NAME = re.compile(r"\w[\w.-]*")
 
 
 def refuse_folder(choice: str) -> None:
@@ -63,7 +64,7 @@ def is_hub_name(text: str) -> bool:
 
 def download_command(name: str) -> str:
     """Return the command that downloads a model, with placeholders if this is not a name."""
-    if is_hub_name(name):
+    if is_hub_name(name) or _PLAIN_NAME.fullmatch(name):
         return f"hf download {name} --local-dir {name.rpartition('/')[2]}"
     return "hf download NAME --local-dir FOLDER"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,13 @@ def causal_mask(
 
 
 def attend(
-    query: Array, key: Array, value: Array, mask: Array, *, scale: float | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array,
+    *,
+    scale: float | None = None,
+    dropout: Callable[[Array], Array] | None = None,
 ) -> Array:
     """softmax(Q·Kᵀ/√scale)·V for each head; every group of query heads shares one key/value head.
 
@@ -47,6 +54,7 @@ def attend(
         value: [B, S, K, C].
         mask: bool [1 or B, T, S], true where a query may attend.
         scale: scores are divided by its square root; None means C.
+        dropout: drops some of the weights; None for none.
 
     Returns:
         [B, T, H, C].
@@ -59,6 +67,7 @@ def attend(
     scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = weights if dropout is None else dropout(weights)
     mixed = jnp.einsum("bkgts,bskc->btkgc", weights, value)
     return mixed.reshape(batch, length, num_heads, head_dim)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from meshwright.models.attention import (
     INIT_STD,
@@ -88,8 +88,9 @@ class GroupedAttention(nnx.Module):
         norm: makes the norms of queries and keys from their size; None for no norms.
         window: the number of positions a query sees, its own included; None for all.
         scale: scores are divided by its square root; None means C.
+        dropout: rate on the attention weights.
         out_std: initial standard deviation of the output layer.
-        rngs: stream ``params``.
+        rngs: streams ``params`` and, with a rate, ``dropout``.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class GroupedAttention(nnx.Module):
         norm: Callable[[int], RMSNorm] | None = None,
         window: int | None = None,
         scale: float | None = None,
+        dropout: float = 0.0,
         out_std: float,
         rngs: nnx.Rngs,
     ) -> None:
@@ -117,6 +119,8 @@ class GroupedAttention(nnx.Module):
         self.out = linear(num_heads * head_dim, hidden_size, std=out_std, rngs=rngs)
         self.query_norm = norm(head_dim) if norm else None
         self.key_norm = norm(head_dim) if norm else None
+        # Without a rate, models have no state of random streams.
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
 
     def __call__(self, x: Array, positions: Array, segment_ids: Array | None) -> Array:
         """Mix the positions of x [B, T, D], within documents if `segment_ids` are given."""
@@ -129,7 +133,7 @@ class GroupedAttention(nnx.Module):
         query, key = self.rotary(query, positions), self.rotary(key, positions)
         # The mask is made here, from sizes alone, so that a window is part of the block's program.
         mask = causal_mask(x.shape[1], segment_ids, window=self.window)
-        mixed = attend(query, key, value, mask, scale=self.scale)
+        mixed = attend(query, key, value, mask, scale=self.scale, dropout=self.dropout)
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
 
@@ -199,6 +203,7 @@ class Decoder(nnx.Module):
         context_length: the longest row of tokens.
         hidden_size: D, width of the residual stream.
         tied_embeddings: whether the token embedding is also the output layer.
+        pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
         rngs: stream ``params``.
     """
 
@@ -214,12 +219,14 @@ class Decoder(nnx.Module):
         context_length: int,
         hidden_size: int,
         tied_embeddings: bool,
+        pad_token_id: int | None,
         rngs: nnx.Rngs,
     ) -> None:
         out_std = residual_std(len(attention))
         mlp = partial(GatedMLP, mlp_size=mlp_size, activation=activation, out_std=out_std)
         block = partial(block, mlp=mlp, norm=norm, hidden_size=hidden_size, rngs=rngs)
         self.context_length = context_length
+        self.pad_token_id = pad_token_id
         self.tokens = embedding(vocab_size, hidden_size, rngs=rngs)
         self.blocks = nnx.List([block(attention=partial(a, out_std=out_std)) for a in attention])
         self.norm = norm(hidden_size)
@@ -242,4 +249,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Array) -> Array:
         """Return the vectors [B, T, D] of tokens [B, T]."""
-        return self.tokens(tokens)
+        x = self.tokens(tokens)
+        if self.pad_token_id is None:
+            return x
+        return jnp.where((tokens == self.pad_token_id)[..., None], lax.stop_gradient(x), x)

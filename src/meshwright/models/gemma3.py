@@ -55,8 +55,10 @@ class Gemma3(Decoder):
         rope_local_base: base of the rotary frequencies of local blocks.
         rope_factor: by how much the frequencies of global blocks are divided.
         query_scale: attention scores are divided by its square root; None means C.
+        attention_dropout: rate on the attention weights.
         tied_embeddings: whether the token embedding is also the output layer.
-        rngs: stream ``params``.
+        pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
+        rngs: streams ``params`` and, with a rate, ``dropout``.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class Gemma3(Decoder):
         rope_local_base: float = 10_000.0,
         rope_factor: float = 1.0,
         query_scale: float | None = None,
+        attention_dropout: float = 0.0,
         tied_embeddings: bool = True,
+        pad_token_id: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         # Scales are stored as their difference from 1.
@@ -87,6 +91,7 @@ class Gemma3(Decoder):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            dropout=attention_dropout,
             norm=norm,
             scale=query_scale,
         )
@@ -102,11 +107,12 @@ class Gemma3(Decoder):
             context_length=context_length,
             hidden_size=hidden_size,
             tied_embeddings=tied_embeddings,
+            pad_token_id=pad_token_id,
             rngs=rngs,
         )
 
     def embed(self, tokens: Array) -> Array:
         """Return the vectors [B, T, D] of tokens [B, T], scaled by √D."""
-        x = self.tokens(tokens)
+        x = super().embed(tokens)
         # Rounded like the embedding, as the published weights expect.
         return x * jnp.asarray(math.sqrt(x.shape[-1]), x.dtype)

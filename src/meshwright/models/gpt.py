@@ -47,6 +47,7 @@ class Attention(nnx.Module):
         num_heads: int,
         num_kv_heads: int,
         qkv: QKV,
+        attention_dropout: float = 0.0,
         out_std: float,
         rngs: nnx.Rngs,
     ) -> None:
@@ -68,10 +69,15 @@ class Attention(nnx.Module):
             self.value = linear(kv_size)
         out_init = nnx.initializers.normal(out_std)
         self.out = nnx.Linear(hidden_size, hidden_size, kernel_init=out_init, rngs=rngs)
+        self.dropout = nnx.Dropout(attention_dropout) if attention_dropout else None
 
-    def __call__(self, x: Array, mask: Array) -> Array:
-        """Mix the positions of x [B, T, D] as `mask` (bool [1 or B, T, T]) allows."""
-        return self.out(attend(*self.project(x), mask).reshape(x.shape))
+    def __call__(self, x: Array, mask: Array, rngs: nnx.RngStream | None = None) -> Array:
+        """Mix the positions of x [B, T, D] as `mask` (bool [1 or B, T, T]) allows.
+
+        `rngs` draws which attention weights are dropped.
+        """
+        dropout = None if self.dropout is None else partial(self.dropout, rngs=rngs)
+        return self.out(attend(*self.project(x), mask, dropout=dropout).reshape(x.shape))
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
         """Return queries [B, T, H, C], keys and values [B, T, K, C]."""
@@ -124,7 +130,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: Array, mask: Array) -> Array:
         """Add both halves to the residual stream x [B, T, D]."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        # The weights of attention are dropped by the same random stream as its result.
+        mixed = self.attention(self.attention_norm(x), mask, self.dropout.rngs)
+        x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -168,7 +176,8 @@ class LanguageModel(nnx.Module):
         block: makes a block.
         num_blocks: transformer blocks.
         hidden_size: D, width of the residual stream.
-        dropout: rate on the embedded tokens and on both branches of every block.
+        dropout: rate on both branches of every block.
+        embedding_dropout: rate on the embedded tokens; None for the same.
         rngs: streams ``params`` and ``dropout``.
         vocabulary: the other arguments of `Vocabulary`.
     """
@@ -180,12 +189,12 @@ class LanguageModel(nnx.Module):
         num_blocks: int,
         hidden_size: int,
         dropout: float,
+        embedding_dropout: float | None = None,
         rngs: nnx.Rngs,
         **vocabulary: Any,
     ) -> None:
-        self.vocabulary = Vocabulary(
-            hidden_size=hidden_size, dropout=dropout, rngs=rngs, **vocabulary
-        )
+        rate = dropout if embedding_dropout is None else embedding_dropout
+        self.vocabulary = Vocabulary(hidden_size=hidden_size, dropout=rate, rngs=rngs, **vocabulary)
         out_std = residual_std(num_blocks)
         block = partial(block, hidden_size=hidden_size, dropout=dropout, out_std=out_std)
         self.blocks = self.make_blocks(block, num_blocks, rngs)
@@ -224,7 +233,9 @@ class GPT(LanguageModel):
         num_heads: H, query heads of D / H dims each.
         num_kv_heads: K, key/value heads; fewer than H is grouped-query attention, None means H.
         qkv: whether queries, keys and values have separate kernels or share one.
-        dropout: rate on the embedded tokens and on both branches of every block.
+        dropout: rate on both branches of every block.
+        embedding_dropout: rate on the embedded tokens; None for the same.
+        attention_dropout: rate on the attention weights.
         tied_embeddings: whether the token embedding is also the output layer.
         rngs: streams ``params`` and ``dropout``.
     """
@@ -240,10 +251,18 @@ class GPT(LanguageModel):
         num_kv_heads: int | None = None,
         qkv: QKV = "separate",
         dropout: float = 0.1,
+        embedding_dropout: float | None = None,
+        attention_dropout: float = 0.0,
         tied_embeddings: bool = True,
         rngs: nnx.Rngs,
     ) -> None:
-        block = partial(Block, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, qkv=qkv)
+        block = partial(
+            Block,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads or num_heads,
+            qkv=qkv,
+            attention_dropout=attention_dropout,
+        )
         super().__init__(
             block=block,
             num_blocks=num_blocks,
@@ -251,6 +270,7 @@ class GPT(LanguageModel):
             context_length=context_length,
             hidden_size=hidden_size,
             dropout=dropout,
+            embedding_dropout=embedding_dropout,
             tied_embeddings=tied_embeddings,
             rngs=rngs,
         )

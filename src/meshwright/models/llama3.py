@@ -52,8 +52,10 @@ class Llama3(Decoder):
         rope_low_frequency: turns per original context below which a frequency is slow.
         rope_high_frequency: turns per original context above which it is kept.
         rope_original_context: longest row before the context was extended.
+        attention_dropout: rate on the attention weights.
         tied_embeddings: whether the token embedding is also the output layer.
-        rngs: stream ``params``.
+        pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
+        rngs: streams ``params`` and, with a rate, ``dropout``.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Llama3(Decoder):
         rope_low_frequency: float = 1.0,
         rope_high_frequency: float = 4.0,
         rope_original_context: int = 32,
+        attention_dropout: float = 0.0,
         tied_embeddings: bool = True,
+        pad_token_id: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         rotary = Llama3Rotary(
@@ -88,6 +92,7 @@ class Llama3(Decoder):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            dropout=attention_dropout,
             rotary=rotary,
         )
         super().__init__(
@@ -99,5 +104,6 @@ class Llama3(Decoder):
             context_length=context_length,
             hidden_size=hidden_size,
             tied_embeddings=tied_embeddings,
+            pad_token_id=pad_token_id,
             rngs=rngs,
         )

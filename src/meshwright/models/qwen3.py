@@ -24,8 +24,10 @@ class Qwen3(Decoder):
         mlp_size: F, dims inside the MLP.
         norm_epsilon: added to the mean square in norms.
         rope_base: base of the rotary frequencies.
+        attention_dropout: rate on the attention weights.
         tied_embeddings: whether the token embedding is also the output layer.
-        rngs: stream ``params``.
+        pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
+        rngs: streams ``params`` and, with a rate, ``dropout``.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Qwen3(Decoder):
         mlp_size: int = 768,
         norm_epsilon: float = 1e-6,
         rope_base: float = 1_000_000.0,
+        attention_dropout: float = 0.0,
         tied_embeddings: bool = True,
+        pad_token_id: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         norm = partial(RMSNorm, epsilon=norm_epsilon)
@@ -50,6 +54,7 @@ class Qwen3(Decoder):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            dropout=attention_dropout,
             rotary=Rotary(rope_base),
             norm=norm,
         )
@@ -62,5 +67,6 @@ class Qwen3(Decoder):
             context_length=context_length,
             hidden_size=hidden_size,
             tied_embeddings=tied_embeddings,
+            pad_token_id=pad_token_id,
             rngs=rngs,
         )

@@ -32,10 +32,19 @@ class EncoderBlock(nnx.Module):
         norm_epsilon: float,
         exact_gelu: bool,
         dropout: float,
+        attention_dropout: float,
         rngs: nnx.Rngs,
     ) -> None:
         self.attention_norm = nnx.LayerNorm(hidden_size, epsilon=norm_epsilon, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(num_heads, hidden_size, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads,
+            hidden_size,
+            dropout_rate=attention_dropout,
+            broadcast_dropout=False,
+            deterministic=False,
+            decode=False,
+            rngs=rngs,
+        )
         self.mlp_norm = nnx.LayerNorm(hidden_size, epsilon=norm_epsilon, rngs=rngs)
         self.up = nnx.Linear(hidden_size, mlp_size, rngs=rngs)
         self.down = nnx.Linear(mlp_size, hidden_size, rngs=rngs)
@@ -68,6 +77,8 @@ class ViT(nnx.Module):
         norm_epsilon: added to the variance by every norm.
         exact_gelu: use the exact GELU instead of its tanh approximation.
         dropout: rate on both branches of every block.
+        embedding_dropout: rate on the embedded patches.
+        attention_dropout: rate on the attention weights.
         rngs: streams ``params`` and ``dropout``.
     """
 
@@ -86,6 +97,8 @@ class ViT(nnx.Module):
         norm_epsilon: float = 1e-6,
         exact_gelu: bool = False,
         dropout: float = 0.1,
+        embedding_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         rngs: nnx.Rngs,
     ) -> None:
         if image_size % patch_size:
@@ -108,6 +121,7 @@ class ViT(nnx.Module):
                     norm_epsilon=norm_epsilon,
                     exact_gelu=exact_gelu,
                     dropout=dropout,
+                    attention_dropout=attention_dropout,
                     rngs=rngs,
                 )
                 for _ in range(num_blocks)
@@ -115,6 +129,9 @@ class ViT(nnx.Module):
         )
         self.norm = nnx.LayerNorm(hidden_size, epsilon=norm_epsilon, rngs=rngs)
         self.head = nnx.Linear(hidden_size, num_classes, rngs=rngs)
+        # Without a rate, the model has no state of a random stream for it.
+        rate = embedding_dropout
+        self.embedding_dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
 
     def __call__(self, image: Array) -> Array:
         """Return class logits [B, num_classes] for images [B, H, W, channels_in]."""
@@ -123,6 +140,8 @@ class ViT(nnx.Module):
             token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([token, x], axis=1)
         x = x + self.positions[...]
+        if self.embedding_dropout is not None:
+            x = self.embedding_dropout(x)
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)

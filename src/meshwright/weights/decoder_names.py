@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwright.weights.config_values import ROTARY
+from meshwright.weights.config_values import ROTARY, Key, WrongValue, only
 from meshwright.weights.family import Family, HfConfig, TensorRow
 from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR
 
@@ -39,50 +39,102 @@ _SPELLINGS = ((r"^(?=(layers|embed_tokens|norm)\.)", "model."),)
 """Files of a model without its head leave out the prefix."""
 
 _KEYS = {
-    "vocab_size": "vocab_size",
-    "context_length": "max_position_embeddings",
-    "num_blocks": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp_size": "intermediate_size",
-    "norm_epsilon": "rms_norm_eps",
-    "tied_embeddings": "tie_word_embeddings",
+    "vocab_size": ("size", "vocab_size"),
+    "max_position_embeddings": ("size", "context_length"),
+    "num_hidden_layers": ("size", "num_blocks"),
+    "hidden_size": ("size", "hidden_size"),
+    "num_attention_heads": ("size", "num_heads"),
+    "num_key_value_heads": ("size", "num_kv_heads"),
+    "head_dim": ("size", "head_dim"),
+    "intermediate_size": ("size", "mlp_size"),
+    "rms_norm_eps": ("small", "norm_epsilon"),
+    "tie_word_embeddings": ("flag", "tied_embeddings"),
 }
-"""Keys of config.json by argument."""
+"""Rules and arguments of the keys that all of them have."""
+
+_COMMON = {
+    **ROTARY,
+    "attention_dropout": Key("rate", 0.0, "attention_dropout"),
+    "attention_bias": only(False),
+    "is_causal": only(True),
+    "is_encoder_decoder": only(False),
+    "per_layer_config": only(None),
+}
 
 
 def decoder_family(
     *,
     rows: tuple[TensorRow, ...],
+    defaults: Mapping[str, Any],
+    keys: Mapping[str, Key],
+    arguments: Callable[[HfConfig], dict[str, Any]],
     config: Callable[[Mapping[str, Any]], dict[str, Any]],
+    pad_token: int | None = None,
     spellings: tuple[tuple[str, str], ...] = (),
-    optional: Mapping[str, Any] | None = None,
     **own: Any,
 ) -> Family:
     """Return a family of decoders: what they share, completed by what is its own.
 
     Args:
         rows: its further rows.
+        defaults: the values of shared keys that config.json may leave out; None may be null, too.
+        keys: its further keys.
+        arguments: from config.json to its further arguments.
         config: from the arguments of the model to its further values of config.json.
+        pad_token: the default of ``pad_token_id``.
         spellings: its further spellings of names.
-        optional: its further keys without a default.
         own: other fields of `Family`.
     """
 
-    def whole_config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+    def whole_config(model: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
         # Training on shorter rows does not shorten what the model can read.
         key = "max_position_embeddings"
-        return {key: max(arguments["context_length"], kept.get(key) or 0)} | config(arguments)
+        pad = kept.get("pad_token_id") if model["pad_token_id"] is None else model["pad_token_id"]
+        length = max(model["context_length"], kept.get(key) or 0)
+        return {key: length, "pad_token_id": pad} | config(model)
 
+    def all_arguments(values: HfConfig) -> dict[str, Any]:
+        heads, size = values["num_attention_heads"], values["hidden_size"]
+        return {
+            "num_kv_heads": values["num_key_value_heads"] or heads,
+            "head_dim": values["head_dim"] or size // heads,
+            "pad_token_id": _row(values["pad_token_id"], values["vocab_size"]),
+        } | arguments(values)
+
+    shared = {
+        key: Key(rule, defaults[key], argument, null=defaults[key] is None)
+        for key, (rule, argument) in _KEYS.items()
+    }
+    pad_key = Key("token", pad_token, "pad_token_id", null=True)
     return Family(
         rows=(*_ROWS, *rows),
-        keys=_KEYS,
+        keys={**shared, **_COMMON, "pad_token_id": pad_key, **keys},
+        arguments=all_arguments,
         config=whole_config,
-        optional={**ROTARY, **(optional or {})},
         spellings=(*spellings, *_SPELLINGS),
         ignored=(r".*\.rotary_emb\.inv_freq",),
-        free=("context_length",),
+        free=("context_length", "attention_dropout"),
         **own,
     )
+
+
+def refuse_uneven_heads(values: HfConfig) -> None:
+    """Refuse a width that the heads do not divide, as transformers does even with a head_dim."""
+    heads, size = values["num_attention_heads"], values["hidden_size"]
+    if size % heads:
+        raise WrongValue("num_attention_heads", heads, f"a divisor of hidden_size={size}")
+
+
+def check_layer_types(values: HfConfig, *known: str) -> list[str] | None:
+    """Return the kinds of the layers, if they are given: one for each, all of them known."""
+    types, count = values["layer_types"], values["num_hidden_layers"]
+    if types is not None and (len(types) != count or not all(each in known for each in types)):
+        raise WrongValue("layer_types", types, f"a list of {count}, each {' or '.join(known)}")
+    return types
+
+
+def _row(token: int | None, vocab_size: int) -> int | None:
+    """Return the row of a token; a negative one counts from the end, as in PyTorch."""
+    if token is not None and not -vocab_size <= token < vocab_size:
+        raise WrongValue("pad_token_id", token, f"in a vocabulary of {vocab_size}")
+    return token if token is None else token % vocab_size

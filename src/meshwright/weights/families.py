@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.config.base import shorten
 from meshwright.errors import Setting, UserError
-from meshwright.weights.config_values import WrongValue
+from meshwright.weights.config_values import WrongValue, check_value, complete
 from meshwright.weights.family import Family, HfConfig
 from meshwright.weights.gemma3_names import GEMMA3
 from meshwright.weights.gpt2_names import GPT2
@@ -60,6 +60,11 @@ class Architecture:
                 fix=f"write {Setting('model.context_length', longest)}, or less",
             )
 
+    def with_changes(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments, some changed; ``dropout`` replaces all rates that are not given."""
+        rates = dict.fromkeys(self.family.rates, changes.get("dropout"))
+        return {**self.arguments, **(rates if "dropout" in changes else {}), **changes}
+
     @property
     def sizes(self) -> dict[str, int]:
         """Named dims of views that only the arguments tell."""
@@ -73,23 +78,10 @@ def read_architecture(config: HfConfig, where: str) -> Architecture:
         config: its content.
         where: its folder, for messages.
     """
-    names = _architectures(config, where)
-    family = next((each for each in FAMILIES.values() if _describes(each, names, config)), None)
-    if family is None:
-        named = ", ".join(names) or f"of the model_type {config.get('model_type')}"
-        raise UserError(
-            f"the model in {where} is not known",
-            why=f"its config.json says it is {named}; known: "
-            + ", ".join(
-                name
-                for each in FAMILIES.values()
-                for name in (each.architecture, *each.other_architectures)
-            ),
-        )
-    own = text_model(config)
-    if own is config and config.get("text_config") is not None:
-        raise _wrong(WrongValue("text_config", config["text_config"], "an object with keys"), where)
-    quantized = config.get("quantization_config") or own.get("quantization_config")
+    family = _find(config, where)
+    inner: Any = config.get("text_config")
+    parts = (config, inner) if isinstance(inner, Mapping) else (config,)
+    quantized = next(filter(None, (part.get("quantization_config") for part in parts)), None)
     if isinstance(quantized, Mapping):
         raise UserError(
             f"the weights in {where} are quantized",
@@ -97,9 +89,27 @@ def read_architecture(config: HfConfig, where: str) -> Architecture:
             fix="choose the folder of the model before it was quantized",
         )
     try:
-        return Architecture(family, family.read_config(own))
+        return Architecture(family, family.read_config(text_model(config)))
     except WrongValue as error:
         raise _wrong(error, where) from None
+
+
+def _find(config: HfConfig, where: str) -> Family:
+    """Return the family of a config.json by its model_type, as transformers does, or by its class.
+
+    A class that contradicts the type is refused: which of them is meant cannot be told.
+    """
+    names, kind = _architectures(config, where), config.get("model_type")
+    for each in FAMILIES.values():
+        known = set(names) <= set(each.architectures)
+        if known and (kind in (each.model_type, each.outer_type) if kind else names):
+            return each
+    named = (", ".join(names) or "no class") + (f" of the model_type {kind}" if kind else "")
+    raise UserError(
+        f"the model in {where} is not known",
+        why=f"its config.json says it is {named}; known: "
+        + "; ".join(f"{', '.join(e.architectures)} ({e.model_type})" for e in FAMILIES.values()),
+    )
 
 
 def _architectures(config: HfConfig, where: str) -> list[str]:
@@ -121,22 +131,30 @@ def _wrong(error: WrongValue, where: str) -> UserError:
 
 
 def text_model(config: HfConfig) -> HfConfig:
-    """Return the config of the text model, which multimodal models have inside theirs."""
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
+    """Return the config of the text model, which multimodal models have inside theirs.
+
+    As in transformers, whether its embeddings are tied is what the outer one says.
+    """
+    family = next((each for each in FAMILIES.values() if _is_outer(each, config)), None)
+    if family is None:
         return config
-    outer = {key: value for key, value in config.items() if key in _OF_THE_WHOLE}
-    return {**outer, **inner}
+    own = complete(config, family.outer, family.architecture)
+    inner = config.get("text_config")
+    if inner is not None:
+        check_value("text_config", inner, "object")
+        check_value("tie_word_embeddings", inner.get("tie_word_embeddings", True), "flag")
+    kept = {key: config[key] for key in _OF_THE_WHOLE if key in config}
+    tied = {"tie_word_embeddings": own["tie_word_embeddings"]}
+    return {**kept, **(inner or {}), **tied}
 
 
-_OF_THE_WHOLE = (
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "torch_dtype",
-    "tie_word_embeddings",
-)
+_OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "torch_dtype")
 """Keys that a multimodal config.json has for the text model too."""
+
+
+def _is_outer(family: Family, config: HfConfig) -> bool:
+    kind = config.get("model_type", family.outer_type if "text_config" in config else None)
+    return kind is not None and kind == family.outer_type
 
 
 def find_family(kind: str) -> Family:
@@ -147,9 +165,3 @@ def find_family(kind: str) -> Family:
         f"model.kind={kind} has no published form",
         why=f"weights of Hugging Face are read and written for {', '.join(FAMILIES)}",
     )
-
-
-def _describes(family: Family, names: list[str], config: HfConfig) -> bool:
-    if names:
-        return any(name in (family.architecture, *family.other_architectures) for name in names)
-    return config.get("model_type") == family.model_type

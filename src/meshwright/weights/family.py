@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshwright.errors import UserError
-from meshwright.weights.config_values import complete
+from meshwright.weights.config_values import Key, complete
 from meshwright.weights.views import TRANSPOSED, VECTOR, View
 
 HfConfig = Mapping[str, Any]
@@ -63,14 +62,13 @@ class Family:
         architecture: what its config.json says, and what exports are called.
         model_type: the other name in its config.json.
         rows: which array of the model is in which tensor.
-        defaults: the values that config.json may leave out.
-        keys: the key of config.json that holds an argument of the model, by argument.
-        arguments: from config.json, completed by the defaults, to the other arguments.
+        keys: what the keys of config.json mean; those of `WITHOUT_EFFECT` may be there too.
+        arguments: from config.json, completed by defaults, to the arguments that no key holds.
         config: from the arguments of the model, and the config.json that its weights came with if
             any, to the other values of config.json.
-        supported: the values that the model supports of some keys of config.json; a missing key has
-            the first.
-        optional: keys of config.json without a default, each with a value of its type.
+        aliases: other names of keys, which transformers prefers to their own.
+        outer: keys of a config.json that has the text model's inside, under ``text_config``.
+        outer_type: the other name in such a config.json.
         other_architectures: further architectures whose weights are read.
         spellings: patterns of names that are spelled differently in some files, and what the rows
             call them.
@@ -84,12 +82,12 @@ class Family:
     architecture: str
     model_type: str
     rows: tuple[TensorRow, ...]
-    defaults: Mapping[str, Any]
-    keys: Mapping[str, str]
+    keys: Mapping[str, Key]
     arguments: Callable[[HfConfig], dict[str, Any]]
     config: Callable[[Mapping[str, Any], HfConfig], dict[str, Any]]
-    supported: Mapping[str, tuple[Any, ...]]
-    optional: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    outer: Mapping[str, Key] = field(default_factory=dict[str, Key])
+    outer_type: str | None = None
     other_architectures: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
@@ -103,21 +101,33 @@ class Family:
             name = re.sub(pattern, replacement, name, count=1)
         return name
 
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """What a config.json may call the model."""
+        return self.architecture, *self.other_architectures
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """Arguments of the model that are rates of dropout."""
+        return tuple(name for name in self.free if name.endswith("dropout"))
+
+    @property
+    def embedding(self) -> str:
+        """The name of the tensor that is also the output layer where they are tied."""
+        return next(row.name for row in self.rows if row.path.endswith("tokens.embedding"))
+
+    def own_names(self, config: HfConfig) -> dict[str, Any]:
+        """Return a config.json without aliases, which count more than the names they stand for."""
+        others = {key: value for key, value in config.items() if key not in self.aliases}
+        return others | {self.aliases[key]: config[key] for key in self.aliases.keys() & config}
+
     def read_config(self, config: HfConfig) -> dict[str, Any]:
         """Return the arguments of the model; refuse what the model does not support."""
-        for key, allowed in self.supported.items():
-            value = config.get(key, allowed[0])
-            if value not in allowed:
-                raise UserError(
-                    f"this {self.architecture} is not supported",
-                    why=f"its config.json says {key}={value}, and model.kind={self.kind} supports "
-                    + " or ".join(map(str, allowed)),
-                )
-        values = complete(config, self.defaults, self.optional)
-        same = {argument: values[key] for argument, key in self.keys.items() if key in values}
+        values = complete(self.own_names(config), self.keys, self.architecture)
+        same = {rule.argument: values[key] for key, rule in self.keys.items() if rule.argument}
         return same | self.arguments(values)
 
     def write_config(self, arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
         """Return the values of config.json for the arguments of the model, the inverse."""
-        same = {key: arguments[argument] for argument, key in self.keys.items()}
+        same = {key: arguments[rule.argument] for key, rule in self.keys.items() if rule.argument}
         return same | self.config(arguments, kept)

@@ -6,8 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.weights.config_values import refuse_other_scaling, rotary, scaling_numbers
-from meshwright.weights.decoder_names import HEAD_NORMS, decoder_family
+from meshwright.weights.config_values import (
+    Key,
+    WrongValue,
+    check_value,
+    only,
+    refuse_other_scaling,
+    rope_settings,
+    scaling_numbers,
+    without_effect,
+)
+from meshwright.weights.decoder_names import (
+    HEAD_NORMS,
+    check_layer_types,
+    decoder_family,
+    refuse_uneven_heads,
+)
 from meshwright.weights.family import HfConfig, TensorRow
 from meshwright.weights.views import VECTOR
 
@@ -22,12 +36,11 @@ _DEFAULTS = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256.0,
-    "sliding_window": 4096,
 }
 """The values of transformers, which multimodal folders leave out."""
 
 _PATTERN = 6
+_IMAGE = ("boi", "eoi", "image")
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 _LAYER = "model.layers.{n}."
@@ -41,29 +54,51 @@ _NORMS = (
 
 
 def _arguments(values: HfConfig) -> dict[str, Any]:
-    settings = rotary(values, 1_000_000.0)
-    local = rotary(values, 10_000.0, layers=_LOCAL, base_key="rope_local_base_freq")
+    refuse_uneven_heads(values)
+    settings, local = _rotary(values)
     refuse_other_scaling(settings, "default", "linear")
     refuse_other_scaling(local, "default")
     numbers = scaling_numbers(settings, ["factor"] if settings["rope_type"] == "linear" else [])
     return {
-        "sliding_window": values["sliding_window"],
         "global_every": _global_every(values),
         "rope_base": settings["rope_theta"],
         "rope_local_base": local["rope_theta"],
         "rope_factor": float(numbers.get("factor", 1)),
-        "query_scale": values["query_pre_attn_scalar"],
+        "query_scale": float(values["query_pre_attn_scalar"]),
     }
+
+
+def _rotary(values: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary settings of global and local blocks.
+
+    As in transformers, ``rope_scaling`` completes those of global blocks, and the bases outside are
+    for settings without one.
+    """
+    given = values["rope_parameters"]
+    usual = {"rope_type": "default"}
+    found = {_GLOBAL: usual, _LOCAL: usual} if given is None else dict(given)
+    for key, each in found.items():
+        if key not in (_GLOBAL, _LOCAL):
+            raise WrongValue("rope_parameters", given, f"an object with {_GLOBAL} and {_LOCAL}")
+        check_value(f"rope_parameters.{key}", usual if each is None else each, "object")
+    scaling = values["rope_scaling"]
+    if scaling:
+        check_value(f"rope_parameters.{_GLOBAL}", found.get(_GLOBAL), "object")
+        found[_GLOBAL] = {**found[_GLOBAL], **scaling}
+    bases = values["rope_theta"] or 1_000_000.0, values["rope_local_base_freq"] or 10_000.0
+    settings, local = (
+        rope_settings(found.get(kind) or usual, base, f"rope_parameters.{kind}")
+        for kind, base in zip((_GLOBAL, _LOCAL), bases, strict=True)
+    )
+    return settings, local
 
 
 def _global_every(values: Mapping[str, Any]) -> int:
     """Return every how many blocks one is global; refuse other patterns."""
-    every = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", _PATTERN))
-    types = values.get("layer_types")
+    types = check_layer_types(values, _LOCAL, _GLOBAL)
     if types is None:
-        return every
-    if _GLOBAL in types:
-        every = types.index(_GLOBAL) + 1
+        return values["sliding_window_pattern"]
+    every = types.index(_GLOBAL) + 1 if _GLOBAL in types else len(types) + 1
     if types != _layer_types(every, len(types)):
         raise UserError(
             "this Gemma3ForCausalLM is not supported",
@@ -101,18 +136,27 @@ GEMMA3 = decoder_family(
     defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
-    supported={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_bias": (False,),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-        "use_bidirectional_attention": (False, None),
+    pad_token=0,
+    keys={
+        "hidden_activation": only("gelu_pytorch_tanh"),
+        "attn_logit_softcapping": only(None),
+        "final_logit_softcapping": only(None),
+        "use_bidirectional_attention": only(False, None),
+        "query_pre_attn_scalar": Key("size", 256),
+        "sliding_window": Key("size", 4096, "sliding_window"),
+        "sliding_window_pattern": Key("size", _PATTERN),
+        "rope_local_base_freq": Key("positive"),
+        "layer_types": Key("list", null=True),
+        # transformers writes it, and does not read it.
+        **without_effect("_sliding_window_pattern"),
     },
-    optional={
-        "rope_local_base_freq": 10_000.0,
-        "sliding_window_pattern": _PATTERN,
-        "_sliding_window_pattern": _PATTERN,
-        "layer_types": [_LOCAL, _GLOBAL],
+    outer_type="gemma3",
+    outer={
+        "tie_word_embeddings": Key("flag", True),
+        "per_layer_config": only(None),
+        "is_encoder_decoder": only(False),
+        **without_effect("text_config", "vision_config", "mm_tokens_per_image", "pad_token_id"),
+        **without_effect(*(f"{of}_token_{end}" for of in _IMAGE for end in ("id", "index"))),
     },
     other_architectures=("Gemma3ForConditionalGeneration", "Gemma3TextModel"),
     spellings=((r"^(model\.language_model\.)", "model."), (r"^language_model\.", "")),

@@ -6,27 +6,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.weights.config_values import Key, only, without_effect
 from meshwright.weights.family import Family, HfConfig, TensorRow, layer_rows, norm_rows
 from meshwright.weights.views import MATRIX, TRANSPOSED, View
 
-_DEFAULTS = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "resid_pdrop": 0.1,
-    "tie_word_embeddings": True,
+_KEYS = {
+    "vocab_size": Key("size", 50257, "vocab_size"),
+    "n_positions": Key("size", 1024, "context_length"),
+    "n_embd": Key("size", 768, "hidden_size"),
+    "n_layer": Key("size", 12, "num_blocks"),
+    "n_head": Key("size", 12, "num_heads"),
+    "tie_word_embeddings": Key("flag", True, "tied_embeddings"),
+    "resid_pdrop": Key("rate", 0.1, "dropout"),
+    "embd_pdrop": Key("rate", 0.1, "embedding_dropout"),
+    "attn_pdrop": Key("rate", 0.1, "attention_dropout"),
+    "n_inner": Key("size", null=True),
+    "activation_function": only("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": only(1e-5),
+    "scale_attn_weights": only(True),
+    "scale_attn_by_inverse_layer_idx": only(False),
+    "add_cross_attention": only(False),
+    "is_causal": only(True),
+    "is_encoder_decoder": only(False),
+    "per_layer_config": only(None),
+    # Of other heads, of half precision, or not read.
+    **without_effect("n_ctx", "pad_token_id", "reorder_and_upcast_attn"),
+    **without_effect("summary_type", "summary_activation", "summary_use_proj"),
+    **without_effect("summary_proj_to_labels", "summary_first_dropout", "summary_last_dropout"),
 }
 
-_KEYS = {
-    "vocab_size": "vocab_size",
-    "context_length": "n_positions",
-    "num_blocks": "n_layer",
+_ALIASES = {
     "hidden_size": "n_embd",
-    "num_heads": "n_head",
-    "tied_embeddings": "tie_word_embeddings",
-    "dropout": "resid_pdrop",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
 }
 
 
@@ -59,7 +72,7 @@ ROWS = (
 
 
 def _arguments(values: HfConfig) -> dict[str, Any]:
-    if values.get("n_inner") not in (None, 4 * values["n_embd"]):
+    if values["n_inner"] not in (None, 4 * values["n_embd"]):
         raise UserError(
             "this GPT2LMHeadModel is not supported",
             why=f"its config.json says n_inner={values['n_inner']}, and model.kind=gpt has MLPs of "
@@ -76,14 +89,13 @@ def _config(arguments: Mapping[str, Any], _: HfConfig) -> dict[str, Any]:
             why=f"it has {arguments['num_kv_heads']} key/value heads for {heads} query heads",
             fix="a model for export needs as many of both",
         )
+    embedded = arguments["embedding_dropout"]
     return {
         "n_ctx": arguments["context_length"],
         "n_inner": None,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": arguments["dropout"],
-        # The model has no dropout on attention weights.
-        "attn_pdrop": 0.0,
+        "embd_pdrop": arguments["dropout"] if embedded is None else embedded,
     }
 
 
@@ -92,21 +104,13 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
     rows=ROWS,
-    defaults=_DEFAULTS,
     keys=_KEYS,
+    aliases=_ALIASES,
     arguments=_arguments,
     config=_config,
-    supported={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "layer_norm_epsilon": (1e-5,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    optional={"n_inner": 3072},
     other_architectures=("GPT2Model",),
     # The first published files leave out the prefix.
     spellings=((r"^(?=(h|wte|wpe|ln_f)\.)", "transformer."),),
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
-    free=("dropout",),
+    free=("dropout", "embedding_dropout", "attention_dropout"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,11 @@ class Folder:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name; only the headers of its files are read."""
-        if (self.path / INDEX).is_file():
-            return self._indexed()
-        if (self.path / SINGLE).is_file():
+        # As in transformers, an index beside the file is not read.
+        if self.file(SINGLE) is not None:
             return read_header(self.path / SINGLE)
+        if self.file(INDEX) is not None:
+            return self._indexed()
         others = sorted(p.name for p in self.path.iterdir() if p.suffix in (".bin", ".pt", ".h5"))
         raise UserError(
             f"there are no weights in {self.path}",
@@ -70,12 +71,27 @@ class Folder:
         name = next((name for name, _ in counts.most_common() if name in DTYPES), "F32")
         return DTYPES[name].name
 
+    def file(self, name: str) -> Path | None:
+        """Return a file of the folder, None if there is none; refuse one that is outside of it.
+
+        Links may lead to the files of Hugging Face's cache, whose folders consist of such links.
+        """
+        path, home = self.path / name, self.path.resolve()
+        places = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+        real = path.resolve()
+        if not any(real.is_relative_to(place) for place in places):
+            raise UserError(
+                f"{path} is not in its folder",
+                why=f"it is {real}",
+                fix="copy the file into the folder if you trust its origin",
+            )
+        return path if real.is_file() else None
+
     def text(self, name: str) -> str | None:
         """Return the content of a text file; None if the folder does not have it."""
+        file = self.file(name)
         try:
-            return (self.path / name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+            return None if file is None else file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {self.path / name}", why=first_line(error)) from error
 
@@ -91,22 +107,32 @@ class Folder:
         if not isinstance(files, dict) or not files:
             raise UserError(f"{index} is not an index", why="it has no weight_map")
         names = sorted({str(file) for file in files.values()})
-        missing = [name for name in names if not (self.path / name).is_file()]
+        missing = [name for name in names if self.file(name) is None]
         if missing:
             raise UserError(
                 f"{len(missing)} of the {len(names)} files of weights are missing in {self.path}",
                 why=f"{INDEX} names {listed(missing)}",
                 fix=_AGAIN,
             )
-        found = {name: t for file in names for name, t in read_header(self.path / file).items()}
-        absent = [name for name in files if name not in found]
-        if absent:
+        headers = {file: read_header(self.path / file) for file in names}
+        found = {(name, file): t for file in names for name, t in headers[file].items()}
+        wanted = {(name, str(file)) for name, file in files.items()}
+        differing = {
+            "not found": wanted - found.keys(),
+            "not in the index": found.keys() - wanted,
+        }
+        reasons = [
+            f"{what}: {listed([f'`{name}` in {file}' for name, file in sorted(each)], quote='')}"
+            for what, each in differing.items()
+            if each
+        ]
+        if reasons:
             raise UserError(
-                f"the files in {self.path} do not have all tensors of {INDEX}",
-                why=f"not found: {listed(absent)}",
+                f"the files in {self.path} do not have the tensors of {INDEX}",
+                why="; ".join(reasons),
                 fix=_AGAIN,
             )
-        return found
+        return {name: tensor for (name, _), tensor in found.items()}
 
 
 def open_folder(path: str | Path) -> Folder:
@@ -120,14 +146,16 @@ def open_folder(path: str | Path) -> Folder:
             fix=f"download the model first ({download_command(str(path))}), and name its folder; a "
             "run that started from it resumes with --config RUN/config.yaml",
         )
-    if not (folder / CONFIG).is_file():
+    opened = Folder(folder, {})
+    config = opened.file(CONFIG)
+    if config is None:
         raise UserError(
             f"{setting} is not the folder of a model",
             why=f"it has no {CONFIG}",
             fix="name a folder with config.json and model.safetensors; a run's own parameters are "
             f"taken with {Setting('model.init_from')}",
         )
-    return Folder(folder, _read_json(folder / CONFIG))
+    return replace(opened, config=_read_json(config))
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -146,7 +174,7 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     """Read a JSON file of a folder, which holds an object."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {file}", why=first_line(error), fix=_AGAIN) from error
     if not isinstance(values, dict):
         why = f"it holds {a_type(values)} instead of an object with keys"

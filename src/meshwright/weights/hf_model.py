@@ -69,12 +69,13 @@ def hf_model(folder: str | Path, *, pretrained: bool = True, **changes: Any) -> 
         folder: a folder with config.json and weights in safetensors files.
         pretrained: False to train the same model from random weights.
         changes: other arguments of the model. With the folder's weights, only those that leave
-            what it computes as it was: ``context_length``, and ``dropout`` where it has one.
+            what it computes as it was: ``context_length``, and rates of dropout, of which
+            ``dropout`` replaces all that are not given.
     """
     opened = open_folder(check_path("folder", folder))
     architecture = read_architecture(opened.config, str(opened.path))
     kind = architecture.family.kind
-    arguments = {**architecture.arguments, **changes}
+    arguments = architecture.with_changes(changes)
     if pretrained:
         fix = "leave these out, or write pretrained=False to train from random weights"
         architecture.refuse_contradictions(changes, str(opened.path), fix)
@@ -82,7 +83,7 @@ def hf_model(folder: str | Path, *, pretrained: bool = True, **changes: Any) -> 
     return HfModel(opened, kind, checked, pretrained)
 
 
-_FREE = ("context_length",)
+_FREE = ("context_length", "pad_token_id")
 """Attributes that may differ from the folder's."""
 
 

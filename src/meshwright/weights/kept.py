@@ -22,8 +22,13 @@ KeptFiles = Mapping[str, str]
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
-_RESPELLED = ("rope_parameters", "dtype", "_sliding_window_pattern")
-"""Keys of transformers 5 that an export writes in the spelling that transformers 4 reads too."""
+_RESPELLED = (
+    "rope_parameters",
+    "dtype",
+    "_sliding_window_pattern",
+    "original_max_position_embeddings",
+)
+"""Keys that an export writes in another spelling, which transformers 4 reads too."""
 
 
 def keep_files(
@@ -63,7 +68,8 @@ def published_config(kind: str, arguments: Mapping[str, Any], kept: HfConfig) ->
         kept: the config.json that its weights came with, if any.
     """
     family = find_family(kind)
-    before = {k: v for k, v in text_model(kept).items() if k not in _RESPELLED}
+    named = family.own_names(text_model(kept))
+    before = {key: value for key, value in named.items() if key not in _RESPELLED}
     own = family.write_config(with_defaults(kind, arguments), before)
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     return {**before, **own, **names}

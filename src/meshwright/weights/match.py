@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.text.units import counted
 from meshwright.weights.families import Architecture, read_architecture, text_model
-from meshwright.weights.family import TensorRow
+from meshwright.weights.family import Family, TensorRow
 from meshwright.weights.hf_folder import CONFIG, Folder, describe_differences, listed
 from meshwright.weights.safetensors_format import DTYPES, Tensor
 from meshwright.weights.views import Range
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of arrays by canonical path, or of tensors by name."""
+
+
+HEAD = "lm_head.weight"
+"""The output layer of language models."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,21 @@ def find_weights(folder: Folder, shapes: Shapes) -> Weights:
     architecture = read_architecture(folder.config, str(folder.path))
     family = architecture.family
     places = place_arrays(architecture, shapes)
-    tensors = {family.spell(name): tensor for name, tensor in folder.tensors.items()}
+    tensors = _spelled(folder, family)
     skipped = _matching(tensors, [family.skipped[0]] if family.skipped else [])
     have = {name: t for name, t in tensors.items() if name not in skipped}
-    for name in _matching(have, _not_needed(architecture)):
-        del have[name]
     need = tensor_shapes(places, shapes, architecture.sizes)
+    for name in _matching(have, family.ignored):
+        del have[name]
+    if HEAD in have and HEAD not in need and architecture.arguments.get("tied_embeddings"):
+        _refuse_another_head(folder, have.pop(HEAD), have.get(family.embedding))
     unknown = {path: shape for path, shape in shapes.items() if path not in places}
     differences = describe_differences(
         {name: tensor.shape for name, tensor in have.items()}, {**need, **unknown}, "in the folder"
     )
     if differences:
-        left_out = [key for key in family.defaults if key not in text_model(folder.config)]
+        given = family.own_names(text_model(folder.config))
+        left_out = [k for k, key in family.keys.items() if key.argument and k not in given]
         if left_out:
             differences.append(f"{CONFIG} leaves out {listed(left_out)}, so the defaults are taken")
         raise UserError(
@@ -113,10 +120,32 @@ def tensor_shapes(
     }
 
 
-def _not_needed(architecture: Architecture) -> list[str]:
-    tied = architecture.arguments.get("tied_embeddings")
-    # Some files have the output layer although it is the embedding.
-    return [*architecture.family.ignored, *([r"lm_head\.weight"] if tied else [])]
+def _spelled(folder: Folder, family: Family) -> dict[str, Tensor]:
+    """Return the tensors of a folder by the names that the rows have."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in folder.tensors.items():
+        other = found.setdefault(family.spell(name), tensor)
+        if other is not tensor:
+            raise UserError(
+                f"a tensor is in {folder.path} twice",
+                why=f"`{other.name}` and `{name}` are the same array of the model",
+                fix="remove one of them",
+            )
+    return found
+
+
+def _refuse_another_head(folder: Folder, head: Tensor, table: Tensor | None) -> None:
+    """Refuse an output layer that is not the embedding, although they are tied.
+
+    Files may have both. Where they differ, transformers uses the output layer nevertheless.
+    """
+    if table is None or (head.shape == table.shape and head.equals(table)):
+        return
+    raise UserError(
+        f"`{head.name}` in {folder.path} is not the embedding",
+        why=f"{CONFIG} says tie_word_embeddings=true, but transformers uses the tensor",
+        fix=f"write tie_word_embeddings=false in {CONFIG} to use it, or remove it from the file",
+    )
 
 
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.weights.config_values import refuse_other_scaling, rotary
-from meshwright.weights.decoder_names import HEAD_NORMS, MLP_NORM, decoder_family
+from meshwright.weights.config_values import (
+    Key,
+    only,
+    refuse_other_scaling,
+    rotary,
+    without_effect,
+)
+from meshwright.weights.decoder_names import (
+    HEAD_NORMS,
+    MLP_NORM,
+    check_layer_types,
+    decoder_family,
+)
 from meshwright.weights.family import HfConfig
 
 _DEFAULTS = {
@@ -26,6 +37,7 @@ _DEFAULTS = {
 def _arguments(values: HfConfig) -> dict[str, Any]:
     settings = rotary(values, 10_000.0)
     refuse_other_scaling(settings, "default")
+    check_layer_types(values, "full_attention")
     return {"rope_base": settings["rope_theta"]}
 
 
@@ -34,6 +46,7 @@ def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
+        "layer_types": ["full_attention"] * arguments["num_blocks"],
         "rope_theta": arguments["rope_base"],
         "rope_scaling": None,
     }
@@ -47,10 +60,12 @@ QWEN3 = decoder_family(
     defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
-    supported={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "use_sliding_window": (False,),
+    keys={
+        "num_key_value_heads": Key("size", 32, "num_kv_heads", null=True),
+        "hidden_act": only("silu"),
+        "use_sliding_window": only(False),
+        "layer_types": Key("list", null=True),
+        **without_effect("sliding_window", "max_window_layers"),
     },
     other_architectures=("Qwen3Model",),
 )

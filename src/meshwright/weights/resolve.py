@@ -69,6 +69,10 @@ def resolve_weights(values: Mapping[str, Any], *, saved: bool) -> Resolved:
         raise
     architecture = read_architecture(folder.config, str(folder.path))
     _refuse_contradictions(model, architecture, folder)
+    later = {*architecture.family.rates, "pad_token_id"}
+    if saved and kind != KIND and architecture.arguments.keys() - later <= model.keys():
+        # A run that has its arguments written out was not trained with others of the folder.
+        return Resolved(dict(values), {})
     return _completed(values, model, architecture, folder)
 
 
@@ -87,14 +91,14 @@ def _completed(
     values: Mapping[str, Any], model: dict[str, Any], architecture: Architecture, folder: Folder
 ) -> Resolved:
     given = {key: value for key, value in model.items() if value is not None}
-    found = {**architecture.arguments, **given, "kind": architecture.family.kind}
+    found = {**architecture.with_changes(given), "kind": architecture.family.kind}
     file = str(folder.path / CONFIG)
     origins = {f"model.{key}": file for key in found if found[key] != model.get(key)}
     completed = {**values, "model": found}
     data: Any = values.get("data")
     if isinstance(data, Mapping) and data.get("kind") in _TOKENIZED and "tokenizer" not in data:
-        tokenizer = folder.path / TOKENIZER
-        if tokenizer.is_file():
+        tokenizer = folder.file(TOKENIZER)
+        if tokenizer is not None:
             completed["data"] = {**data, "tokenizer": str(tokenizer)}
             origins["data.tokenizer"] = str(tokenizer)
     return Resolved(completed, origins)

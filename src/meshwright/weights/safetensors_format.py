@@ -1,15 +1,16 @@
 """The safetensors format: slices of tensors read alone, and files written tensor by tensor.
 
 A file is the length of its header (8 bytes), the header as JSON, and the tensors one after another.
-It is read here and not through its own package because a slice must not hold more than itself in
-memory, and a file must be written without the whole model in memory.
+The package of the format reads it, and refuses files whose tensors overlap or leave gaps. It is
+written here, because a file must be written without the whole model in memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -32,10 +33,9 @@ DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 """The names in a header by NumPy's."""
 
 BLOCK_BYTES = 16 * 2**20
-"""How much of a tensor is read at a time, before what is not wanted is dropped."""
+"""How much of two tensors is read at a time to compare them."""
 
 _LENGTH_BYTES = 8
-_LARGEST_HEADER = 100 * 2**20
 _ALIGNMENT = 8
 
 
@@ -48,14 +48,12 @@ class Tensor:
         dtype: its number format, as in the header.
         shape: its dims.
         file: the file.
-        start: where in the file it begins, in bytes.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: Path
-    start: int
 
     @property
     def nbytes(self) -> int:
@@ -63,22 +61,23 @@ class Tensor:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> NDArray[Any]:
-        """Read the slice from start to stop along each dim; only whole rows of dim 0 are read."""
-        dtype = DTYPES[self.dtype]
-        if not self.shape:
-            return np.fromfile(self.file, dtype, 1, offset=self.start).reshape(())
-        (first, last), *inner = ranges
-        columns = tuple(slice(*each) for each in inner)
-        row = math.prod(self.shape[1:])
-        found = np.empty([stop - start for start, stop in ranges], dtype)
-        rows = max(1, BLOCK_BYTES // max(1, row * dtype.itemsize))
-        with self.file.open("rb") as file:
-            file.seek(self.start + first * row * dtype.itemsize)
-            for begin in range(first, last, rows):
-                count = min(rows, last - begin)
-                block = np.fromfile(file, dtype, count * row).reshape(count, *self.shape[1:])
-                found[begin - first : begin - first + count] = block[(slice(None), *columns)]
-        return found
+        """Read the slice from start to stop along each dim, and no more than it."""
+        # Opened for each slice, so that no more of the file stays mapped.
+        with _open(self.file) as opened:
+            if not self.shape:
+                return opened.get_tensor(self.name)
+            return opened.get_slice(self.name)[tuple(slice(*each) for each in ranges)]
+
+    def equals(self, other: Tensor) -> bool:
+        """Whether a tensor of the same shape has the same values."""
+        row = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+        rows = max(1, BLOCK_BYTES // max(1, row))
+        inner = [(0, size) for size in self.shape[1:]]
+        blocks = (
+            [(start, min(start + rows, self.shape[0])), *inner]
+            for start in range(0, self.shape[0], rows)
+        )
+        return all(np.array_equal(self.read(each), other.read(each)) for each in blocks)
 
 
 _LFS_POINTER = b"version "
@@ -87,34 +86,44 @@ _LFS_POINTER = b"version "
 
 def read_header(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name, without reading them."""
+    with _open(file) as opened:
+        names = opened.keys()
+        slices = {name: opened.get_slice(name) for name in names}
+        return {
+            name: Tensor(name, str(each.get_dtype()), tuple(each.get_shape()), file)
+            for name, each in slices.items()
+        }
+
+
+@contextmanager
+def _open(file: Path) -> Generator[Any]:
+    """Open a file with the package of the format."""
     try:
-        size = file.stat().st_size
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise UserError(
+            "reading weights needs the safetensors package", fix="pip install 'meshwright[hf]'"
+        ) from error
+    try:
         with file.open("rb") as opened:
-            start = opened.read(_LENGTH_BYTES)
-            if start == _LFS_POINTER:
-                raise UserError(
-                    f"{file} is not the file itself",
-                    why="it is a pointer of Git LFS to it",
-                    fix="run git lfs pull in its folder, or download it with hf download",
-                )
-            length = int.from_bytes(start, "little")
-            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
-                raise _damaged(file, f"it has {size:,} bytes, and its header would have {length:,}")
-            header = json.loads(opened.read(length))
-        begin = _LENGTH_BYTES + length
-        header.pop("__metadata__", None)
-        ends = {name: begin + entry["data_offsets"][1] for name, entry in header.items()}
-        tensors = {name: _tensor(name, entry, file, begin) for name, entry in header.items()}
+            pointer = opened.read(_LENGTH_BYTES) == _LFS_POINTER
+        if not pointer:
+            with safe_open(file, "numpy") as found:
+                yield found
+                return
     except OSError as error:
         raise UserError(f"cannot read {file}", why=str(error)) from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise _damaged(file, "its header cannot be read") from error
-    needed = max(ends.values(), default=begin)
-    if size < needed:
-        raise _damaged(file, f"it has {size:,} bytes, and its header lists {needed:,}")
-    return tensors
+    except SafetensorError as error:
+        raise UserError(
+            f"{file} is not a complete safetensors file",
+            why=f"it has {file.stat().st_size:,} bytes: {first_line(error)}",
+            fix="download it again",
+        ) from error
+    raise UserError(
+        f"{file} is not the file itself",
+        why="it is a pointer of Git LFS to it",
+        fix="run git lfs pull in its folder, or download it with hf download",
+    )
 
 
 def write_file(
@@ -144,15 +153,3 @@ def write_file(
         opened.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for array in arrays:
             np.ascontiguousarray(array, target).tofile(opened)
-
-
-def _tensor(name: str, entry: Mapping[str, Any], file: Path, begin: int) -> Tensor:
-    dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-    start, end = (int(offset) for offset in entry["data_offsets"])
-    if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise _damaged(file, f"`{name}` has {end - start:,} bytes for {dtype} {list(shape)}")
-    return Tensor(name, dtype, shape, file, begin + start)
-
-
-def _damaged(file: Path, why: str) -> UserError:
-    return UserError(f"{file} is not a complete safetensors file", why=why, fix="download it again")

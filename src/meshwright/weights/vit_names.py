@@ -6,38 +6,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.weights.config_values import check_value
+from meshwright.weights.config_values import (
+    Key,
+    WrongValue,
+    check_value,
+    only,
+    without_effect,
+)
 from meshwright.weights.family import Family, HfConfig, TensorRow, layer_rows, norm_rows
 from meshwright.weights.views import View
 
-_DEFAULTS = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
-    "layer_norm_eps": 1e-12,
-    "num_channels": 3,
-}
-
 _SIDES = {"image_size": 224, "patch_size": 16}
 """Sizes that may be given for both sides, as a list."""
+
+_KEYS = {
+    "hidden_size": Key("size", 768, "hidden_size"),
+    "num_hidden_layers": Key("size", 12, "num_blocks"),
+    "num_attention_heads": Key("size", 12, "num_heads"),
+    "intermediate_size": Key("size", 3072, "mlp_size"),
+    "num_channels": Key("size", 3, "channels_in"),
+    "layer_norm_eps": Key("small", 1e-12, "norm_epsilon"),
+    "hidden_dropout_prob": Key("rate", 0.0, "dropout"),
+    "attention_probs_dropout_prob": Key("rate", 0.0, "attention_dropout"),
+    "hidden_act": only("gelu", "gelu_new", "gelu_pytorch_tanh"),
+    "qkv_bias": only(True),
+    "id2label": Key("object", null=True),
+    "num_labels": Key("size"),
+    "is_encoder_decoder": only(False),
+    "per_layer_config": only(None),
+    **{key: Key("", side) for key, side in _SIDES.items()},
+    # Of other heads.
+    **without_effect("encoder_stride", "pooler_output_size", "pooler_act"),
+}
 
 _HEADS = View("(h c) d -> d h c"), View("(h c) -> h c")
 _PATCHES = View("d c y x -> (y x c) d")
 _LAYER = "vit.encoder.layer.{n}."
 _ATTENTION = _LAYER + "attention."
-
-_KEYS = {
-    "channels_in": "num_channels",
-    "num_blocks": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "mlp_size": "intermediate_size",
-    "norm_epsilon": "layer_norm_eps",
-    "dropout": "hidden_dropout_prob",
-}
 
 ROWS = (
     TensorRow("class_token", "vit.embeddings.cls_token", View("1 n d -> n d")),
@@ -57,20 +62,25 @@ ROWS = (
 
 
 def _arguments(values: HfConfig) -> dict[str, Any]:
+    labels = values["id2label"]
+    if labels is not None and not labels:
+        raise WrongValue("id2label", labels, "an object with a key for each class")
     return {
         "image_size": _side(values, "image_size"),
         "patch_size": _side(values, "patch_size"),
-        "num_classes": len(values.get("id2label") or range(values.get("num_labels", 2))),
+        # As in transformers, a number counts more than names.
+        "num_classes": values["num_labels"] or len(labels or range(2)),
+        "embedding_dropout": values["hidden_dropout_prob"],
         "class_token": True,
         "exact_gelu": values["hidden_act"] == "gelu",
     }
 
 
 def _side(values: Mapping[str, Any], key: str) -> int:
-    side = values.get(key, _SIDES[key])
+    side = values[key]
     sides: list[Any] = side if isinstance(side, list) and side else [side]
     for each in sides:
-        check_value(key, each, _SIDES[key])
+        check_value(key, each, "size")
     if len(set(sides)) > 1:
         raise UserError(
             "this ViTForImageClassification is not supported",
@@ -95,9 +105,9 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
         "patch_size": arguments["patch_size"],
         "intermediate_size": 4 * width if mlp is None else mlp,
         "hidden_act": "gelu" if arguments["exact_gelu"] else "gelu_pytorch_tanh",
-        "attention_probs_dropout_prob": 0.0,
         "qkv_bias": True,
         "id2label": labels,
+        **({"num_labels": len(labels)} if "num_labels" in kept else {}),
         "label2id": {label: int(number) for number, label in labels.items()},
     }
 
@@ -111,16 +121,10 @@ VIT = Family(
     architecture="ViTForImageClassification",
     model_type="vit",
     rows=ROWS,
-    defaults=_DEFAULTS,
     keys=_KEYS,
     arguments=_arguments,
     config=_config,
-    supported={
-        "hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
-        "qkv_bias": (True,),
-    },
-    optional={"id2label": {"0": "LABEL_0"}, "num_labels": 2},
     ignored=(r"vit\.pooler\..*",),
-    free=("dropout",),
+    free=("dropout", "embedding_dropout", "attention_dropout"),
     sizes=_sizes,
 )

@@ -41,6 +41,7 @@ class Exported:
         architecture: what its config.json calls the model.
         dtype: the number format of the weights.
         parameters: how many numbers there are.
+        rounded: how many of them the number format could not hold as they were.
         tensors: the shapes of the tensors, by name.
         files: the names of the files.
     """
@@ -49,6 +50,7 @@ class Exported:
     architecture: str
     dtype: str
     parameters: int
+    rounded: int
     tensors: dict[str, tuple[int, ...]]
     files: tuple[str, ...]
 
@@ -94,7 +96,7 @@ def write_folder(source: Source, target: Path, dtype: str | None = None) -> Expo
         partial.mkdir(parents=True)
         for name, text in {**source.kept, CONFIG: json.dumps(config, indent=2) + "\n"}.items():
             (partial / name).write_text(text, encoding="utf-8")
-        _write_tensors(partial, source, places, tensors, architecture, dtype)
+        rounded = _write_tensors(partial, source, places, tensors, architecture, dtype)
         partial.replace(target)
     except OSError as error:
         raise UserError(f"cannot write {target}", why=str(error)) from error
@@ -105,6 +107,7 @@ def write_folder(source: Source, target: Path, dtype: str | None = None) -> Expo
         architecture=architecture.family.architecture,
         dtype=dtype,
         parameters=sum(math.prod(shape) for shape in tensors.values()),
+        rounded=rounded,
         tensors=tensors,
         files=tuple(sorted(path.name for path in target.iterdir())),
     )
@@ -162,17 +165,22 @@ def _write_tensors(
     tensors: Shapes,
     architecture: Architecture,
     dtype: str,
-) -> None:
+) -> int:
+    """Write all tensors, and return how many numbers were rounded."""
+    rounded = 0
     itemsize = DTYPES[DTYPE_NAMES[dtype]].itemsize
     files = _split(tensors, FILE_BYTES // itemsize)
     holders = _holders(places)
 
     def arrays(names: Sequence[str]) -> Iterator[NDArray[Any]]:
+        nonlocal rounded
         for group in _split({name: tensors[name] for name in names}, READ_BYTES // 4):
             read = source.read([path for name in group for path in holders[name]])
             for name in group:
                 tensor = np.empty(tensors[name], DTYPES[DTYPE_NAMES[dtype]])
                 for path in holders[name]:
+                    held = read[path].astype(tensor.dtype).astype(read[path].dtype)
+                    rounded += int(np.count_nonzero(held != read[path]))
                     places[path].view.put(read[path], tensor, architecture.sizes)
                 yield tensor
 
@@ -187,6 +195,7 @@ def _write_tensors(
         total = sum(math.prod(shape) for shape in tensors.values()) * itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return rounded
 
 
 def _holders(places: Mapping[str, TensorRow]) -> dict[str, list[str]]:

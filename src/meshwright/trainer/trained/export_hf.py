@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def export_hf(
         return {path: array for arrays in found.values() for path, array in arrays.items()}
 
     shapes = {path: saved[groups[path]][path] for path in wanted}
-    return write_folder(Source(kind, arguments, shapes, read, kept), target, dtype)
+    exported = write_folder(Source(kind, arguments, shapes, read, kept), target, dtype)
+    _warn_rounded(exported, dtype)
+    return exported
 
 
 def _export_result(result: FitResult, target: Path, dtype: str | None) -> Exported | None:
@@ -105,6 +108,7 @@ def _export_result(result: FitResult, target: Path, dtype: str | None) -> Export
     source = Source(kind, arguments, shapes, read, result.hf_files)
     if is_main():
         exported = write_folder(source, target, dtype)
+        _warn_rounded(exported, dtype)
     else:
         exported = None
         # Arrays are gathered by all processes together, so in the same order.
@@ -112,6 +116,18 @@ def _export_result(result: FitResult, target: Path, dtype: str | None) -> Export
             read([path])
     barrier("exported")
     return exported
+
+
+def _warn_rounded(exported: Exported, asked: str | None) -> None:
+    """Warn if trained numbers were rounded to the format that the weights came in."""
+    if exported.rounded and asked is None:
+        warnings.warn(
+            f"{exported.rounded:,} of {exported.parameters:,} numbers were rounded to "
+            f"{exported.dtype}, the format of the weights that the training started from; "
+            '--dtype float32, or dtype="float32" in Python, keeps them as they were trained',
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _architecture(config: Mapping[str, Any], kept: KeptFiles) -> tuple[str, Mapping[str, Any]]:

@@ -15,11 +15,11 @@ from flax import nnx
 
 from meshwright.checkpoint import CheckpointReader, find_store
 from meshwright.checkpoint.array_paths import as_named_now
-from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged
+from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged, missing_folder
 from meshwright.checkpoint.export import read_groups
 from meshwright.checkpoint.reader import FOLDER
 from meshwright.config.argument_checks import check_path
-from meshwright.config.groups import is_hub_name
+from meshwright.config.groups import download_command, is_hub_name
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
@@ -54,6 +54,10 @@ def load_model(run: str | Path, *, model: Any = None, step: int | None = None) -
     hub_name = is_hub_name(str(path)) and not path.parent.exists()
     if hub_name or (is_hf_folder(path) and not (path / FOLDER).is_dir()):
         return _load_hf(path, model)
+    if not path.exists():
+        error = missing_folder(path.absolute())
+        hint = f"a model of Hugging Face is downloaded first ({download_command(str(run))})"
+        raise UserError(error.what, why=error.why, fix=f"{error.fix}; {hint}")
     folder, named = find_store(path)
     asked = named if step is None else step
     if asked is not None:
