@@ -140,7 +140,30 @@ def test_a_function_with_its_own_derivative_stays_as_written(runs, name):
     assert_equal(*runs, under=f"{name}.")
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "exact_gelu", "swiglu"])
+class Capped(nnx.Module):
+    """Functions of scores, of a running sum, and of a layer times what no layer returns."""
+
+    def __init__(self, rngs):
+        self.up, self.gate = (_matrix(rngs) for _ in range(2))
+
+    def __call__(self, x):
+        scores = jnp.tanh(jnp.einsum("btd,bsd->bts", x, x @ self.up[...]))
+        decay = jnp.exp(-jnp.cumsum(jnp.square(x), axis=1))
+        return jnp.einsum("bts,bsd->btd", scores, decay) * nnx.silu(x @ self.gate[...])
+
+
+def test_what_the_compiler_fuses_with_products_is_not_recomputed():
+    def squares(model, batch):
+        return jnp.mean(jnp.square(model(batch["x"])))
+
+    found = differentiate(lambda: Capped(nnx.Rngs(0)), squares, batch(), "xla")
+    assert not [use for use in found.uses if use.kernel]
+    assert [use.reason for use in found.uses] == [
+        "it multiplies something other than what a layer returns"
+    ]
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "exact_gelu", "swiglu"])
 def test_fewer_numbers_are_saved(name):
     """Counted in the residuals of the loss: what its backward pass reads."""
     saved = {kernels: _saved(build([name]), kernels) for kernels in ("xla", "none")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,8 +131,9 @@ class _Finder:
             self._try("loss", program, product, self._loss, graph, program, product)
         for root in norms(graph):
             self._try("norm", program, root, _rowwise, graph, match_norm, root)
-        for anchor in activations(graph):
-            self._try("activation", program, anchor, _rowwise, graph, match_activation, anchor)
+        for anchor in activations(graph, program):
+            match = functools.partial(match_activation, program=program)
+            self._try("activation", program, anchor, _rowwise, graph, match, anchor)
 
     def _try(
         self,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 from meshwright.program.kernels.regions import Graph, NotReplaced
@@ -20,6 +21,8 @@ from meshwright.program.kernels.regions import Graph, NotReplaced
 ROOTS = ("rsqrt", "sqrt")
 TRANSCENDENTAL = ("tanh", "erf", "erfc", "logistic", "exp", "log1p", "expm1")
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze")
+_PIECES = ("slice", "split", "transpose", "reduce_sum")
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,38 @@ def norms(graph: Graph) -> Iterator[Equation]:
             yield eqn
 
 
-def activations(graph: Graph) -> Iterator[Equation]:
-    """Yield transcendental functions of activations."""
+def activations(graph: Graph, program: ProgramDims) -> Iterator[Equation]:
+    """Yield transcendental functions of what a layer returns."""
     for eqn in graph.live:
         shape = aval_of(eqn.outvars[0]).shape if eqn.outvars else ()
         if eqn.primitive.name not in TRANSCENDENTAL or len(shape) < 2 or shape[-1] == 1:
             continue
-        if not any(r.primitive.name == "reduce_sum" for r in graph.read_by(eqn.outvars[0])):
+        summed = any(r.primitive.name == "reduce_sum" for r in graph.read_by(eqn.outvars[0]))
+        if not summed and _is_from_layer(graph, program, eqn.outvars[0]):
             yield eqn
+
+
+def _is_from_layer(graph: Graph, program: ProgramDims, variable: Var) -> bool:
+    """Whether a value is an elementwise function of a product with a weight.
+
+    Functions of other values, such as the scores of attention or the decay of a recurrence, are
+    fused by the compiler with the products around them, and recomputing them takes longer.
+    """
+    pending, seen = [variable], {variable}
+    while pending:
+        eqn = graph.made_by(pending.pop())
+        name = "" if eqn is None else eqn.primitive.name
+        if eqn is None:
+            continue
+        read = [a for a in eqn.invars if not isinstance(a, Literal)]
+        if name in _PRODUCTS:
+            values = [program.values[v] for v in read]
+            if any(value.params and not value.has_data for value in values):
+                return True
+        elif name in ELEMENTWISE or name in _SHAPES or name in _PIECES:
+            pending += [v for v in read if v not in seen]
+            seen.update(read)
+    return False
 
 
 def match_norm(graph: Graph, root: Equation) -> RowwiseMatch:
@@ -74,7 +101,7 @@ def match_norm(graph: Graph, root: Equation) -> RowwiseMatch:
     return _extend(graph, eqns, source, root.outvars[0], wide_shape)
 
 
-def match_activation(graph: Graph, anchor: Equation) -> RowwiseMatch | None:
+def match_activation(graph: Graph, anchor: Equation, program: ProgramDims) -> RowwiseMatch | None:
     """Return the activation function around a transcendental function."""
     shape = aval_of(anchor.outvars[0]).shape
     eqns: list[Equation] = []
@@ -82,6 +109,8 @@ def match_activation(graph: Graph, anchor: Equation) -> RowwiseMatch | None:
     if source is None:
         return None
     match = _extend(graph, eqns, source, anchor.outvars[0], shape)
+    if not all(_is_from_layer(graph, program, v) for v in match.activations[1:]):
+        raise NotReplaced("it multiplies something other than what a layer returns")
     return _with_bias(graph, match, source, shape)
 
 
@@ -168,7 +197,7 @@ def _is_simple(eqn: Equation, shape: tuple[int, ...]) -> bool:
 
 
 def _narrow_chain(graph: Graph, atom: Atom, shape: tuple[int, ...]) -> list[Equation]:
-    """Return the equations from a sum to what is subtracted, and those below the sum."""
+    """Return the equations from a sum, or a constant, to what is subtracted; and those below it."""
     eqns: list[Equation] = []
     while (eqn := graph.made_by(atom)) is not None:
         name = eqn.primitive.name
@@ -179,6 +208,9 @@ def _narrow_chain(graph: Graph, atom: Atom, shape: tuple[int, ...]) -> list[Equa
             break
         eqns.append(eqn)
         atom = eqn.invars[0]
+    if isinstance(atom, Literal):
+        # A norm without a mean may subtract zeros.
+        return eqns
     raise NotReplaced("it subtracts something other than a mean")
 
 
