@@ -106,7 +106,7 @@ def test_what_separates_documents_is_told(tmp_path, read):
 def test_a_stream_without_a_separator_is_warned_about(tmp_path, read):
     folder = make_folder(tmp_path / "f", **FOLDERS["neither"][0])
     with pytest.warns(UserWarning, match=r"nothing separates the documents of data.path=.*t\.jso"):
-        assert len(read(folder, packing="stream")) == 15
+        assert len(read(folder, ["the axis", "an axis"] * 3, packing="stream")) == 12
     with pytest.warns(UserWarning, match="nothing separates the documents"):
         read(None, [[5, 6], [5, 7]], "ids", packing="stream", sequence_length=2)
     with warnings.catch_warnings():
@@ -139,7 +139,7 @@ def test_a_token_that_only_the_config_names_is_added_as_transformers_adds_it(tmp
             {"generation_config": {"eos_token_id": "x"}},
             "eos_token_id=x in generation_config.json is no",
         ),
-        ({"config": []}, r"cannot read .*config\.json"),
+        ({"config": []}, "cannot read config.json"),
     ],
 )
 def test_files_that_cannot_be_understood_are_refused(tmp_path, files, said):
@@ -154,8 +154,8 @@ def test_tokens_of_an_earlier_version_are_kept_apart_and_told(tmp_path, read):
     assert before == [[5, 6, 7, END_OF_TEXT], [8, 9, END_OF_TEXT], [5, 6, 7, END_OF_TEXT]]
     assert take_origins()[1] == (
         "this run goes on with the tokens it began with, where documents end with <|endoftext|> "
-        "(3), known by its name only, cut after 3 tokens; in a new run, documents start with <bos> "
-        "(1) and end with <|done|> (2), the eos_token of tokenizer_config.json"
+        "(3), known by its name only, cut or padded by the tokenizer; in a new run, documents "
+        "start with <bos> (1) and end with <|done|> (2), the eos_token of tokenizer_config.json"
     )
     assert read(folder)[0] == [BOS, 5, 6, 7, 8, 9, DONE]
     assert read(folder, token_version=1) == before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,9 @@ TOKEN_VERSION: TokenVersion = 2
 """How texts become tokens: version 1 read neither post-processors nor the files beside them."""
 
 CONFIG = "tokenizer_config.json"
+
+Files = Callable[[str], str | bytes | None]
+"""Returns the content of a file by its name; None if there is none."""
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 """Names of the end-of-document token, tried in this order if no file names one."""
@@ -45,11 +48,15 @@ def read_marks(tokenizer: Any, file: Path) -> DocumentMarks:
     Its post-processor decides what is put around a text, whatever ``add_bos_token`` says. Special
     tokens that only tokenizer_config.json names are added. Texts are never cut or padded.
     """
+
     # Files beside one of another name may belong to another tokenizer.
-    folder = file.parent if file.name == "tokenizer.json" else None
-    config = _read(folder, CONFIG)
+    def files(name: str) -> bytes | None:
+        path = file.with_name(name)
+        return path.read_bytes() if file.name == "tokenizer.json" and path.is_file() else None
+
+    config = _read(files, CONFIG)
     if "added_tokens_decoder" not in config:
-        config |= _read(folder, "special_tokens_map.json")
+        config |= _read(files, "special_tokens_map.json")
     names = {key: name for key in ("bos_token", "eos_token") if (name := _name(config, key))}
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens([name for name in names.values() if name not in added])
@@ -62,11 +69,12 @@ def read_marks(tokenizer: Any, file: Path) -> DocumentMarks:
             f"documents start without {names['bos_token']}, because the post-processor of {file} "
             f"does not add it; as in transformers, add_bos_token in {CONFIG} has no effect then"
         )
-    for token, source in _ends(tokenizer, names, folder):
+    eos = [tokenizer.token_to_id(names["eos_token"])] if "eos_token" in names else []
+    for token, named in [(each, f"the eos_token of {CONFIG}") for each in eos] or named_ends(files):
         if tokenizer.id_to_token(token) is not None:
-            end = end if token in end else (*end, token)
+            end, source = end if token in end else (*end, token), named
             break
-        remarks.append(f"the end token {token} ({source}) is not in the tokenizer {file}")
+        remarks.append(f"the end token {token} ({named}) is not in the tokenizer {file}")
     if not end:
         end, source = known_by_name(tokenizer).end, "known by its name only"
     if end:
@@ -82,14 +90,10 @@ def known_by_name(tokenizer: Any) -> DocumentMarks:
     return DocumentMarks((), end, _describe(tokenizer, (), end, "known by its name only"))
 
 
-def _ends(
-    tokenizer: Any, names: Mapping[str, str], folder: Path | None
-) -> Iterator[tuple[int, str]]:
-    """Yield the end tokens that files name, and where."""
-    if "eos_token" in names:
-        yield tokenizer.token_to_id(names["eos_token"]), f"the eos_token of {CONFIG}"
+def named_ends(files: Files) -> Iterator[tuple[int, str]]:
+    """Yield the end tokens that a model's files name, and where."""
     for name in ("generation_config.json", "config.json"):
-        values = _read(folder, name)
+        values = _read(files, name)
         text = values.get("text_config")
         for section in (values, text if isinstance(text, dict) else {}):
             found = section.get("eos_token_id")
@@ -124,11 +128,11 @@ def _name(config: Mapping[str, Any], key: str) -> str | None:
     raise UserError(f"{key} in {CONFIG} is not the text of a token", why=f"it is {value}")
 
 
-def _read(folder: Path | None, name: str) -> dict[str, Any]:
-    """Return the object in a file beside a tokenizer; empty without the file."""
-    if folder is None or not (folder / name).is_file():
-        return {}
-    values = parse_json((folder / name).read_bytes())
+def _read(files: Files, name: str) -> dict[str, Any]:
+    """Return the object in a file; empty without the file."""
+    text = files(name)
+    values = {} if text is None else parse_json(text)
     if isinstance(values, dict):
         return values
-    raise UserError(f"cannot read {folder / name}", why="it is not a JSON object")
+    fix = "download the folder again, or remove the file"
+    raise UserError(f"cannot read {name}", why="it is not a JSON object", fix=fix)

@@ -112,10 +112,9 @@ def _tokenize(
     marks = DocumentMarks() if tokenizer is None else tokenizer.marks
     start = np.array(marks.start if begins else (), dtype)
     end = np.array(() if last.continues else marks.end, dtype)
+    marked = [(start, a, end) for a in arrays]
     if tokenizer is not None and tokenizer.version == TOKEN_VERSION:
         marked = [(_missing(start, a), a, _missing(end, a[-len(end) :])) for a in arrays]
-    else:
-        marked = [(start, a, end) for a in arrays]
     tokens = _joined([part for parts in marked for part in parts], dtype)
     ends = [] if last.continues else np.cumsum([sum(map(len, parts)) for parts in marked])
     return TokenBatch(
@@ -129,7 +128,7 @@ def _tokenize(
 
 def _missing(mark: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
     """Return a mark, or nothing of it if the document has it already."""
-    return mark[:0] if np.array_equal(mark, tokens[: len(mark)]) else mark
+    return mark[:0] if tokens[: len(mark)].tolist() == mark.tolist() else mark
 
 
 def _arrays(documents: Sequence[Document], tokenizer: Tokenizer | None) -> list[NDArray[Any]]:

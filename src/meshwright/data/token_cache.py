@@ -119,20 +119,21 @@ class Corpus:
         marks = DocumentMarks() if self.tokenizer is None else self.tokenizer.marks
         for remark in marks.remarks:
             warnings.warn(remark, stacklevel=2)
-        # Lists of tokens may end with a token of their own.
         places = entry.array("boundaries")[1:1001] - 1
-        alike = len(np.unique(entry.array("tokens")[places])) == 1
         kept = self.tokenizer is not None and self.tokenizer.version == 1
-        if marks.start or marks.end or kept or packing == "documents" or alike:
-            if marks.text and (len(places) > 1 or marks.start or kept):
-                _origins[marks.text] = None
-            return
-        warnings.warn(
-            f"nothing separates the documents of {self.name}: one continues where another ends. "
-            'Name the end token as "eos_token" in a tokenizer_config.json beside the tokenizer, '
-            f"or write {Setting('data.packing', 'documents')}",
-            stacklevel=2,
-        )
+        joined = packing == "stream" and not (marks.start or marks.end or kept)
+        if joined and self.tokenizer is None:
+            # Lists of tokens may end with a token of their own.
+            joined = len(np.unique(entry.array("tokens")[places])) > 1
+        if joined and len(places) > 1:
+            warnings.warn(
+                f"nothing separates the documents of {self.name}: one continues where another "
+                'ends. Name the end token as "eos_token" in a tokenizer_config.json beside the '
+                f"tokenizer, or write {Setting('data.packing', 'documents')}",
+                stacklevel=2,
+            )
+        elif marks.text and (len(places) > 1 or marks.start or kept):
+            _origins[marks.text] = None
 
     def _checked(self, blocks: Iterator[DocumentBlock]) -> Iterator[DocumentBlock]:
         """Yield the blocks; the first corrupt record is an error unless they are skipped."""

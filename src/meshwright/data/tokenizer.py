@@ -126,7 +126,7 @@ def version_in(fingerprint: str) -> TokenVersion:
 def _kept(tokenizer: Any, new: DocumentMarks) -> DocumentMarks:
     """Return the marks of a run that began before, and say what a new run would have."""
     own = known_by_name(tokenizer)
-    cut = f", cut after {tokenizer.truncation['max_length']} tokens" if tokenizer.truncation else ""
+    cut = ", cut or padded by the tokenizer" if tokenizer.truncation or tokenizer.padding else ""
     if not cut and not new.start and own.end == new.end:
         return own
     began = f"this run goes on with the tokens it began with, where {own.text}{cut}"

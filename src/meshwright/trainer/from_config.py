@@ -127,10 +127,7 @@ def _keep_batch(config: Config, point: ResumePoint | None) -> Config:
 
 
 def _with_tokens(config: Config, point: ResumePoint | None, folder: Path | None) -> Config:
-    """Return the config with the tokens of a resumed run.
-
-    It keeps the version it began with, and its tokenizer even if the file itself is gone.
-    """
+    """Return the config with the tokens a resumed run began with, also if its tokenizer is gone."""
     if point is None:
         return config
     given, update = config.data.arguments(), dict[str, Any]()

@@ -32,7 +32,7 @@ def make(tmp_path, monkeypatch):
             "optimizer": {"kind": "sgd", "schedule": "constant", "warmup_steps": 0},
             "training": {"global_batch_size": 8},
         }
-        metadata = CheckpointMetadata(update=1, seed=0, dataset=dataset or "", global_batch_size=8)
+        metadata = CheckpointMetadata(step=1, seed=0, dataset=dataset or "", global_batch_size=8)
         point = None if dataset is None else ResumePoint(tmp_path, 1, metadata, same_run=True)
         found = "meshwright.trainer.from_config.find_resume_point"
         monkeypatch.setattr(found, lambda *_: point)
