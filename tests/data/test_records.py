@@ -88,7 +88,7 @@ def test_texts_become_documents_of_bytes(read):
 def test_texts_become_documents_of_a_tokenizer(read, tokenizer_file):
     tokenizer = load_tokenizer(str(tokenizer_file))
     source = read(sequence_length=63, tokenizer=str(tokenizer_file))
-    expected = [[*tokenizer.encode(text), tokenizer.separator] for text in TEXTS if text]
+    expected = [[*tokenizer.encode(text), tokenizer.marks.end[0]] for text in TEXTS if text]
     assert documents(source) == expected
 
 

@@ -49,7 +49,7 @@ def test_a_tokenizer_reads_the_same_text(folder, tokenizer_file):
     rows = all_rows(source)["tokens"]
     got = np.concatenate([rows[:, :-1].reshape(-1), rows[-1:, -1]])
     texts = ["the mesh has an axis", "second file ☃"]
-    expected = [t for text in texts for t in (*tokenizer.encode(text), tokenizer.separator)]
+    expected = [t for text in texts for t in (*tokenizer.encode(text), tokenizer.marks.end[0])]
     np.testing.assert_array_equal(got, expected[: len(got)])
 
 

@@ -32,7 +32,7 @@ def test_a_file_gives_the_tokens_its_library_gives(tokenizer_file):
         expected = library.encode(text, add_special_tokens=False).ids
         assert ours.encode(text).tolist() == expected
     assert ours.vocab_size == library.get_vocab_size()
-    assert ours.separator == library.token_to_id("<|endoftext|>")
+    assert ours.marks.end[0] == library.token_to_id("<|endoftext|>")
     assert load_tokenizer(str(tokenizer_file.parent)).fingerprint() == ours.fingerprint()
 
 

@@ -4,19 +4,23 @@ import numpy as np
 from hf_folders import GPT2
 
 import meshwright as mw
+from meshwright.data.document_marks import named_ends
 from meshwright.trainer.trained.text_sample import until_end
 from meshwright.weights.hf_folder import open_folder
-from meshwright.weights.kept import end_tokens, keep_files
+from meshwright.weights.kept import keep_files
 from meshwright.weights.resolve import resolve_weights
 
 
 def test_the_generation_config_says_where_texts_end():
+    def ends(files):
+        return [token for token, _ in named_ends(files.get)]
+
     config = '{"eos_token_id": 1}'
-    assert end_tokens(keep_files(open_folder(GPT2))) == (0,)
+    assert set(ends(keep_files(open_folder(GPT2)))) == {0}
     both = {"config.json": config, "generation_config.json": '{"eos_token_id": [1, 106]}'}
-    assert end_tokens(both) == (1, 106)
-    assert end_tokens({"config.json": config, "generation_config.json": "{}"}) == (1,)
-    assert end_tokens({}) == ()
+    assert ends(both) == [1, 106, 1]
+    assert ends({"config.json": config, "generation_config.json": "{}"}) == [1]
+    assert ends({}) == []
 
 
 def test_a_sample_ends_there_but_not_inside_its_prompt():

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.document_marks import TOKEN_VERSION, DocumentMarks
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 
 Packing = Literal["stream", "documents"]
@@ -53,7 +54,7 @@ class TokenBatch:
     """The tokens of some documents.
 
     Attributes:
-        tokens: their tokens, each document followed by the end-of-document token if there is one.
+        tokens: their tokens, each document with what it starts and ends with.
         ends: where each document ends in them.
         after: where reading continues after them; None inside a document.
         done: bytes of all files that have been read.
@@ -71,11 +72,12 @@ def tokenized(
     blocks: Iterable[DocumentBlock], tokenizer: Tokenizer | None, dtype: Any
 ) -> Iterator[TokenBatch]:
     """Yield the tokens of all documents, batch by batch; the next one is read meanwhile."""
-    separator = None if tokenizer is None else tokenizer.separator
-    end = np.array([] if separator is None else [separator], dtype)
+    begins = True
 
     def tokenize(batch: list[DocumentBlock]) -> TokenBatch:
-        return _tokenize(batch, tokenizer, end)
+        nonlocal begins
+        begun, begins = begins, not batch[-1].continues
+        return _tokenize(batch, tokenizer, dtype, begins=begun)
 
     return _ahead(tokenize, _batches(blocks))
 
@@ -101,18 +103,20 @@ def _batches(blocks: Iterable[DocumentBlock]) -> Iterator[list[DocumentBlock]]:
 
 
 def _tokenize(
-    batch: list[DocumentBlock], tokenizer: Tokenizer | None, end: NDArray[Any]
+    batch: list[DocumentBlock], tokenizer: Tokenizer | None, dtype: Any, *, begins: bool
 ) -> TokenBatch:
     documents = [document for block in batch for document in block.documents]
     arrays = _arrays(documents, tokenizer)
     last = batch[-1]
-    if last.is_piece:
-        tokens = _joined([*arrays, *([] if last.continues else [end])], end.dtype)
-        ends = [] if last.continues else [len(tokens)]
-    else:
-        arrays = [array for array in arrays if len(array)]
-        tokens = _joined([part for array in arrays for part in (array, end)], end.dtype)
-        ends = np.cumsum([len(array) + len(end) for array in arrays])
+    arrays = [_joined(arrays, dtype)] if last.is_piece else [a for a in arrays if len(a)]
+    marks = DocumentMarks() if tokenizer is None else tokenizer.marks
+    start = np.array(marks.start if begins else (), dtype)
+    end = np.array(() if last.continues else marks.end, dtype)
+    marked = [(start, a, end) for a in arrays]
+    if tokenizer is not None and tokenizer.version == TOKEN_VERSION:
+        marked = [(_missing(start, a), a, _missing(end, a[-len(end) :])) for a in arrays]
+    tokens = _joined([part for parts in marked for part in parts], dtype)
+    ends = [] if last.continues else np.cumsum([sum(map(len, parts)) for parts in marked])
     return TokenBatch(
         tokens=tokens,
         ends=np.asarray(ends, np.int64),
@@ -120,6 +124,11 @@ def _tokenize(
         done=last.done,
         skipped=[(block.after[0], *what) for block in batch for what in block.skipped],
     )
+
+
+def _missing(mark: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
+    """Return a mark, or nothing of it if the document has it already."""
+    return mark[:0] if tokens[: len(mark)].tolist() == mark.tolist() else mark
 
 
 def _arrays(documents: Sequence[Document], tokenizer: Tokenizer | None) -> list[NDArray[Any]]:

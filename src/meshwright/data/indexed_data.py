@@ -14,6 +14,7 @@ from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import sample_ids
 from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, Source
 from meshwright.data.samples import leaf_shapes, plain_tree
+from meshwright.data.tokenizer import with_version
 from meshwright.errors import UserError
 
 
@@ -68,7 +69,8 @@ class SourceData(Data):
 
     def fingerprint(self) -> str:
         """Return the source's own fingerprint, or one of its class and size."""
-        return fingerprint_of(_own(self.source, "fingerprint"), self.shuffle)
+        own = fingerprint_of(_own(self.source, "fingerprint"), self.shuffle)
+        return with_version(own, self.tokenizer)
 
     def describe(self) -> str:
         """Return the source's description, or its class and size."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
+from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
 from meshwright.data.documents import Document, DocumentBlock, Packing, Position
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
@@ -54,6 +55,7 @@ class RecordFiles(ABC):
         vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a record that cannot be read.
         cache_dir: folder for the tokens; by default the user's cache folder.
+        token_version: how a tokenizer's files are read; runs keep the version they began with.
     """
 
     path: str | list[str]
@@ -65,6 +67,7 @@ class RecordFiles(ABC):
     vocab_size: int | None = None
     on_corrupt: OnCorrupt = "stop"
     cache_dir: str | None = None
+    token_version: TokenVersion = TOKEN_VERSION
 
     endings: ClassVar[tuple[str, ...]]
     """How the names of such files end."""
@@ -110,7 +113,7 @@ def _documents(records: RecordFiles, files: Sequence[Path]) -> Source:
     is_text = isinstance(_first_value(records, files), str)
     tokenizer = None
     if is_text or records.tokenizer is not None:
-        tokenizer = load_tokenizer(records.tokenizer)
+        tokenizer = load_tokenizer(records.tokenizer, records.token_version)
         check_vocabulary(tokenizer, records.vocab_size)
     # Token ids beyond the vocabulary are corrupt records.
     limit = None if is_text else records.vocab_size

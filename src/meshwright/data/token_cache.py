@@ -19,6 +19,7 @@ import numpy as np
 from meshwright.data.build_once import Progress, build_once
 from meshwright.data.cache_entry import FORMAT, Entry, PartialEntry
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
+from meshwright.data.document_marks import DocumentMarks
 from meshwright.data.documents import DocumentBlock, Packing, Position, tokenized
 from meshwright.data.fingerprints import changed, digests, stamp
 from meshwright.data.packing import PackingIndex, pack, pack_parts
@@ -70,6 +71,7 @@ class Corpus:
         tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
         if not len(tokens):
             raise nothing(self.name, corrupt, "there is no document with any content")
+        self._tell_marks(entry, packing)
         if packing == "stream":
             rows = StreamRows([tokens], sequence_length, self.name, self.tokenizer)
         else:
@@ -111,6 +113,27 @@ class Corpus:
             "skipped": state["skipped"],
             "first": state["first"],
         }
+
+    def _tell_marks(self, entry: Entry, packing: Packing) -> None:
+        """Tell what documents start and end with; warn if they are joined without a separator."""
+        marks = DocumentMarks() if self.tokenizer is None else self.tokenizer.marks
+        for remark in marks.remarks:
+            warnings.warn(remark, stacklevel=2)
+        places = entry.array("boundaries")[1:1001] - 1
+        kept = self.tokenizer is not None and self.tokenizer.version == 1
+        joined = packing == "stream" and not (marks.start or marks.end or kept)
+        if joined and self.tokenizer is None:
+            # Lists of tokens may end with a token of their own.
+            joined = len(np.unique(entry.array("tokens")[places])) > 1
+        if joined and len(places) > 1:
+            warnings.warn(
+                f"nothing separates the documents of {self.name}: one continues where another "
+                'ends. Name the end token as "eos_token" in a tokenizer_config.json beside the '
+                f"tokenizer, or write {Setting('data.packing', 'documents')}",
+                stacklevel=2,
+            )
+        elif marks.text and (len(places) > 1 or marks.start or kept):
+            _origins[marks.text] = None
 
     def _checked(self, blocks: Iterator[DocumentBlock]) -> Iterator[DocumentBlock]:
         """Yield the blocks; the first corrupt record is an error unless they are skipped."""

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.document_marks import (
+    TOKEN_VERSION,
+    DocumentMarks,
+    TokenVersion,
+    known_by_name,
+    read_marks,
+)
 from meshwright.data.files import find_path
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.errors import Setting, UserError, missing_package
@@ -16,20 +25,19 @@ from meshwright.errors import Setting, UserError, missing_package
 Tokens = NDArray[Any]
 """Token ids, in the smallest unsigned type that holds the vocabulary."""
 
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
-"""Names of the end-of-document token, tried in this order."""
-
 
 class Tokenizer(ABC):
     """Turns text into tokens and back.
 
     Attributes:
         vocab_size: upper bound of the tokens, exclusive.
-        separator: the end-of-document token; None if there is none.
+        marks: what documents start and end with.
+        version: the version of its tokens; None if they are the same in all versions.
     """
 
     vocab_size: int
-    separator: int | None
+    marks: DocumentMarks
+    version: TokenVersion | None = None
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of a text, without special tokens around them."""
@@ -52,7 +60,7 @@ class ByteTokenizer(Tokenizer):
     """One token per byte of UTF-8; documents end with a line break."""
 
     vocab_size = 256
-    separator = 10
+    marks = DocumentMarks(end=(10,), text="documents end with a line break")
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the bytes of each text."""
@@ -70,13 +78,19 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A tokenizer in the JSON format of Hugging Face's ``tokenizers``."""
 
-    def __init__(self, path: str) -> None:
-        self._tokenizer, text = _load(path)
+    def __init__(self, path: str, version: TokenVersion = TOKEN_VERSION) -> None:
+        self.version = version
+        self._tokenizer, file, text = _load(path)
+        if version == 1:
+            self.marks = _kept(self._tokenizer, FileTokenizer(path).marks)
+            self._fingerprint = fingerprint_of(text)
+        else:
+            self.marks = read_marks(self._tokenizer, file)
+            special = sorted(map(str, self._tokenizer.get_added_tokens_decoder().values()))
+            facts = version, self.marks.start, self.marks.end, special
+            self._fingerprint = fingerprint_of(text, *facts)
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        ends = (self._tokenizer.token_to_id(name) for name in END_NAMES)
-        self.separator = next((end for end in ends if end is not None), None)
         self._dtype = token_dtype(self.vocab_size)
-        self._fingerprint = fingerprint_of(text)
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text, computed on several cores."""
@@ -93,9 +107,30 @@ class FileTokenizer(Tokenizer):
         return self._fingerprint
 
 
-def load_tokenizer(path: str | None) -> Tokenizer:
+def load_tokenizer(path: str | None, version: TokenVersion = TOKEN_VERSION) -> Tokenizer:
     """Return the tokenizer of a JSON file; without a file, one of bytes."""
-    return ByteTokenizer() if path is None else FileTokenizer(path)
+    return ByteTokenizer() if path is None else FileTokenizer(path, version)
+
+
+def with_version(fingerprint: str, tokenizer: Any) -> str:
+    """Return the fingerprint of data with the version of their tokens."""
+    version = tokenizer.version if isinstance(tokenizer, Tokenizer) else None
+    return fingerprint if version in (None, 1) else f"{fingerprint}-tokens{version}"
+
+
+def version_in(fingerprint: str) -> TokenVersion:
+    """Return the version of tokens in a fingerprint; those of earlier releases have none."""
+    return 2 if fingerprint.endswith("-tokens2") else 1
+
+
+def _kept(tokenizer: Any, new: DocumentMarks) -> DocumentMarks:
+    """Return the marks of a run that began before, and say what a new run would have."""
+    own = known_by_name(tokenizer)
+    cut = ", cut or padded by the tokenizer" if tokenizer.truncation or tokenizer.padding else ""
+    if not cut and not new.start and own.end == new.end:
+        return own
+    began = f"this run goes on with the tokens it began with, where {own.text}{cut}"
+    return replace(own, text=f"{began}; in a new run, {new.text}")
 
 
 def token_dtype(vocab_size: int) -> Any:
@@ -116,7 +151,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
     )
 
 
-def _load(path: str) -> tuple[Any, bytes]:
+def _load(path: str) -> tuple[Any, Path, bytes]:
+    """Return a tokenizer, its file and its text."""
     file = find_path(path, "data.tokenizer")
     try:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -126,7 +162,7 @@ def _load(path: str) -> tuple[Any, bytes]:
         file = find_path(str(file / "tokenizer.json"), "data.tokenizer")
     text = file.read_bytes()
     try:
-        return HuggingFaceTokenizer.from_str(text.decode()), text
+        return HuggingFaceTokenizer.from_str(text.decode()), file, text
     except Exception as error:
         # The library raises plain exceptions for any mistake in the file.
         raise UserError(

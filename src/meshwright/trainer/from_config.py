@@ -11,6 +11,8 @@ import jax
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import explain_failure, import_named
 from meshwright.config.schema import Config
+from meshwright.data.config_data import TOKENIZED
+from meshwright.data.tokenizer import version_in
 from meshwright.errors import Setting, UserError
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.recipe import Recipe, make_recipe, model_builder
@@ -40,7 +42,7 @@ def read_config(config: Config, run_dir: str | Path | None) -> tuple[dict[str, A
     config = _keep_batch(config, point)
     plan = make_plan(config, all_devices(jax.device_count()))
     batch_size = plan.batch.global_batch_size
-    recipe = make_recipe(_with_tokenizer(config, point, folder), batch_size)
+    recipe = make_recipe(_with_tokens(config, point, folder), batch_size)
     warnings = [
         *unused_settings(config, plan),
         *without_tokenizer(config),
@@ -124,18 +126,18 @@ def _keep_batch(config: Config, point: ResumePoint | None) -> Config:
     return config.model_copy(update={"training": training})
 
 
-def _with_tokenizer(config: Config, point: ResumePoint | None, folder: Path | None) -> Config:
-    """Return the config with the tokenizer a resumed run remembers, if the file itself is gone."""
-    named = config.data.arguments().get("tokenizer")
-    if point is None or not point.same_run or folder is None:
+def _with_tokens(config: Config, point: ResumePoint | None, folder: Path | None) -> Config:
+    """Return the config with the tokens a resumed run began with, also if its tokenizer is gone."""
+    if point is None:
         return config
-    if not isinstance(named, str) or Path(named).exists():
-        return config
-    kept = folder / HF_FOLDER / TOKENIZER
-    if not kept.is_file():
-        return config
-    data = config.data.model_copy(update={"tokenizer": str(kept)})
-    return config.model_copy(update={"data": data})
+    given, update = config.data.arguments(), dict[str, Any]()
+    if config.data.kind in TOKENIZED and "token_version" not in given:
+        update["token_version"] = version_in(point.metadata.dataset)
+    kept = (folder or Path()) / HF_FOLDER / TOKENIZER
+    gone = isinstance(given.get("tokenizer"), str) and not Path(given["tokenizer"]).exists()
+    if point.same_run and folder is not None and gone and kept.is_file():
+        update["tokenizer"] = str(kept)
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def _callbacks(config: Config) -> list[Callback]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.data.document_marks import named_ends
 from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, first_line
 from meshwright.plan import unused_pipeline
 from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
@@ -60,7 +61,7 @@ from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.text_sample import generate_sample
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
-from meshwright.weights.kept import HF_FOLDER, end_tokens
+from meshwright.weights.kept import HF_FOLDER
 
 
 class TrainingRun:
@@ -95,7 +96,7 @@ class TrainingRun:
         self._context = CallbackContext(self._assembled)
         self._callbacks = Callbacks(asked.callbacks, self._context)
         # A folder that cannot be read is refused before training.
-        self._ends = () if asked.recipe is None else end_tokens(start.hf_files)
+        self._ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
         _check_early_stopping(asked)
         check_tracking(asked.tracking, self._run_dir)
         self._steps = self._count_steps()

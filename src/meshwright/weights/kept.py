@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.builders import parameters_of
-from meshwright.errors import UserError, first_line
 from meshwright.models import find_builder
 from meshwright.weights.families import find_family, text_model
 from meshwright.weights.family import HfConfig
-from meshwright.weights.hf_folder import CONFIG, GENERATION, KEPT, TOKENIZER, Folder
+from meshwright.weights.hf_folder import CONFIG, KEPT, TOKENIZER, Folder
 
 HF_FOLDER = "hf"
 """The folder for these files in a run folder."""
@@ -79,32 +78,3 @@ def with_defaults(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model with the defaults of those that are not given."""
     parameters = parameters_of(find_builder(kind)).values()
     return {**{p.name: p.default for p in parameters if p.default is not p.empty}, **arguments}
-
-
-def end_tokens(files: KeptFiles) -> tuple[int, ...]:
-    """Return the tokens that end a text, as the folder's generation config says."""
-    for name in (GENERATION, CONFIG):
-        found = _eos_token(name, files.get(name, "{}"))
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
-
-
-def _eos_token(name: str, text: str) -> int | list[int] | None:
-    try:
-        found = json.loads(text)["eos_token_id"]
-    except KeyError:
-        return None
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"cannot read the {name} of the weights",
-            why=first_line(error),
-            fix="download the folder again, or remove the file",
-        ) from None
-    tokens = found if isinstance(found, list) else [found]
-    if found is not None and not all(type(token) is int for token in tokens):
-        raise UserError(
-            f"eos_token_id={found} in the {name} of the weights is not valid",
-            fix="it has to be a token, or a list of tokens",
-        )
-    return found

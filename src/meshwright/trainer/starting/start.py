@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from meshwright.checkpoint import read_params
 from meshwright.checkpoint.array_paths import as_named_now
+from meshwright.data.document_marks import CONFIG as TOKENIZER_CONFIG
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.inputs.user_model import exists
 from meshwright.runtime.activity import activity
@@ -128,7 +131,10 @@ def _hf_files(
     if isinstance(trainer.model, HfModel):
         return keep_files(trainer.model.folder, config=trainer.model.config())
     folder = None if trainer.weights is None else Path(trainer.weights)
-    return keep_files(
+    tokenizer = asked.data.tokenizer if asked.data is not None and asked.tokenizer else None
+    names = dict(tokenizer.marks.names) if isinstance(tokenizer, Tokenizer) else {}
+    special = {TOKENIZER_CONFIG: json.dumps(names, indent=2)} if names else {}
+    return special | keep_files(
         open_folder(folder) if folder is not None and folder.is_dir() else None,
         tokenizer=asked.tokenizer,
     )

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.data.sentences import grade
-from meshwright.data.tokenizer import Tokens
+from meshwright.data.tokenizer import FileTokenizer, Tokens
 from meshwright.models.generate import generate
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
@@ -67,6 +67,8 @@ def generate_sample(
         temperature=TEMPERATURE,
         sharding=NamedSharding(assembled.mesh, PartitionSpec()),
     )
+    if isinstance(tokenizer, FileTokenizer):
+        ends = (*ends, *tokenizer.marks.end[-1:])
     texts: list[str] = []
     for row in tokens:
         text = until_end(row, prompt.shape[1], ends)
