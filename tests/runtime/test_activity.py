@@ -73,7 +73,7 @@ def test_a_terminal_shows_one_live_line_and_keeps_the_time(terminal):
 
 
 def test_a_long_activity_in_a_pipe_says_that_it_goes_on(monkeypatch, capsys):
-    monkeypatch.setattr("meshwright.runtime.activity.STILL_SECONDS", 0.001)
+    monkeypatch.setattr("meshwright.runtime.activity.STILL_SECONDS", 0.02)
     with show_activities(), activity("compiling the step"):
         time.sleep(0.3)
     *still, last = capsys.readouterr().err.splitlines()
