@@ -105,6 +105,7 @@ def verify(
     seed: int = 0,
     trainable: Filter = nnx.Param,
     devices: Sequence[Device] | None = None,
+    guarded: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Certificate:
     """Compare training under a plan with training on one device.
@@ -120,6 +121,7 @@ def verify(
         seed: seed of the initialization.
         trainable: NNX filter of what is trained.
         devices: devices of the mesh; all by default.
+        guarded: whether the step that is trained leaves out updates that are not finite.
         say: called with the name of each phase when it starts.
     """
     optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
@@ -148,6 +150,7 @@ def verify(
                 seed=seed,
                 trainable=trainable,
                 devices=devices,
+                guarded=guarded,
             )
             return proof.certify(say)
 
@@ -198,6 +201,7 @@ class _Proof:
         seed: int,
         trainable: Filter,
         devices: Sequence[Device] | None,
+        guarded: bool,
     ) -> None:
         self.batches, self.optimizer = batches, optimizer
         self.clip_norm, self.seed = clip_norm, seed
@@ -211,7 +215,7 @@ class _Proof:
             clip_norm=clip_norm,
             trainable=trainable,
             devices=devices,
-            runs=steps,
+            guarded=guarded,
         )
         self.traced = traced = _trace(loss, assembled, first, plan.precision)
         if traced.written:

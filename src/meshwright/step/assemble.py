@@ -192,7 +192,6 @@ def assemble(
     trainable: Filter = nnx.Param,
     devices: Sequence[Device] | None = None,
     wide: bool = False,
-    runs: int | None = None,
     guarded: bool = False,
 ) -> Assembled:
     """Trace the loss, choose placements and build the step; nothing is compiled yet.
@@ -207,7 +206,6 @@ def assemble(
         trainable: NNX filter of what is trained.
         devices: devices of the mesh; all by default.
         wide: compute in float64, for proofs.
-        runs: how often the step will run, if only a few times.
         guarded: do not apply steps that are not finite; see `TrainStep`.
     """
     mesh = build_mesh(plan.mesh, devices)
@@ -227,7 +225,6 @@ def assemble(
         plan,
         mesh,
         clip_norm=clip_norm,
-        runs=runs,
         guarded=guarded,
     )
     step = make_step(optimizer=optimizer, wide=wide)
@@ -249,7 +246,6 @@ def _step(
     optimizer: optax.GradientTransformation,
     clip_norm: float | None,
     wide: bool,
-    runs: int | None,
     guarded: bool,
 ) -> TrainStep:
     local = pipeline = None
@@ -275,7 +271,6 @@ def _step(
         local=local,
         pipeline=pipeline,
         wide=wide,
-        runs=runs,
         guarded=guarded,
     )
 

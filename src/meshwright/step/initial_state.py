@@ -113,14 +113,20 @@ def start_from(step: TrainStep, leaves: Sequence[Any]) -> TrainState:
     programs = ProgramsByKind(closed.jaxpr, known, quick_options())
     parts = parts_of(closed.jaxpr.eqns, closed.jaxpr.outvars)
     shardings = jax.tree.leaves(step.shardings.state)
-    inputs = set(closed.jaxpr.invars)
-    state = [
-        # An output may be an input as it is.
-        known[part.inputs[0]]
-        if not part.eqns and inputs.intersection(part.inputs)
-        else programs.compute(part, sharding)
-        for part, sharding in zip(parts, shardings, strict=True)
-    ]
+    unused = set(closed.jaxpr.invars)
+
+    def compute(part: Part, sharding: NamedSharding) -> Any:
+        if part.eqns or not part.inputs:
+            return programs.compute(part, sharding)
+        variable, value = part.inputs[0], known[part.inputs[0]]
+        if variable in unused and value.sharding.is_equivalent_to(sharding, value.ndim):
+            unused.remove(variable)
+            return value
+        # The step donates each buffer of the state once: an optimizer that remembers the initial
+        # parameters gets a copy.
+        return jax.jit(jnp.copy, out_shardings=sharding)(value)
+
+    state = [compute(part, sharding) for part, sharding in zip(parts, shardings, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(abstract), state)
 
 

@@ -24,7 +24,6 @@ from meshwright.compiled.compile_program import (
 from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan
-from meshwright.program.flops import count_flops
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
@@ -75,8 +74,6 @@ class TrainStep:
         local: the loss of one device's samples, if each device computes its own gradients.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
         wide: compute in float64, for proofs, and compile quickly.
-        runs: how often it will run, if only a few times; a small model's step is then compiled
-            quickly too.
         guarded: after the first step whose loss or gradient is not finite, leave the state
             unchanged until ``halted`` is cleared.
     """
@@ -93,7 +90,6 @@ class TrainStep:
         local: LossOfLeaves | None = None,
         pipeline: PipelinedLoss | None = None,
         wide: bool = False,
-        runs: int | None = None,
         guarded: bool = False,
     ) -> None:
         self._guarded, self._wide = guarded, wide
@@ -121,10 +117,9 @@ class TrainStep:
         platform = mesh.devices.flat[0].platform
         # Looking for blocks takes time, and only GPUs have use for their sizes.
         wanted = collective_options(traced, plan) if platform == "gpu" else {}
-        options = {
-            **gpu_options(platform, wanted),
-            **self._quick_options(runs, wide=wide),
-        }
+        # A wide step is compiled like the reference: schedules compute in float32, where both must
+        # round alike. Any other is compiled as it is trained, in proofs too.
+        options = gpu_options(platform, wanted) | (quick_options() if wide else {})
         self._jitted = compiled(compiler_options=options) if options else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
@@ -197,15 +192,6 @@ class TrainStep:
             abstract,
             self.shardings.state,
         )
-
-    def _quick_options(self, runs: int | None, *, wide: bool) -> dict[str, int | bool]:
-        if wide:
-            # Like the reference: schedules compute in float32, where both must round alike.
-            return quick_options()
-        if runs is None:
-            return {}
-        microbatches = self.plan.batch.gradient_accumulation_steps
-        return quick_options(runs * microbatches * count_flops(self.traced))
 
     def _make_shardings(self) -> StepShardings:
         at_rest = self.decision.at_rest

@@ -282,6 +282,7 @@ class Trainer(TrainerSettings):
             seed=self.seed,
             trainable=self.trainable,
             devices=self.devices,
+            guarded=self.guarded,
         )
 
     def ledger(self, data: Any, *, batch_size: int | None = None) -> Ledger:
