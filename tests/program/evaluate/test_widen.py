@@ -207,6 +207,27 @@ def test_a_straight_through_estimator_keeps_its_gradient():
     np.testing.assert_allclose(gradient, 2 * np.round(3 * x) * np.cos(3 * x) * 3, rtol=1e-12)
 
 
+@jax.custom_vjp
+def weighted(x):
+    return jnp.tanh(x) * jnp.ones(x.shape) / 2
+
+
+def _weighted_forward(x):
+    weight = jnp.ones(x.shape) / 2  # Of 64 bits in a 64-bit mode, unlike its primal.
+    return jnp.tanh(x) * weight, (x, weight * jnp.arange(x.shape[-1]))
+
+
+weighted.defvjp(_weighted_forward, lambda saved, g: (g * saved[1] / jnp.cosh(saved[0]) ** 2,))
+
+
+def test_a_forward_rule_that_makes_arrays_without_a_dtype():
+    run = widened(lambda x: weighted(x).sum(), X)
+    gradient = jax.grad(lambda x: run(x)[0])(widen(X))
+    x = np.asarray(X, np.float64)
+    expected = 0.5 * np.arange(x.shape[-1]) / np.cosh(x) ** 2
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12)
+
+
 def test_a_custom_jvp_with_an_integer_argument_keeps_its_derivative():
     limit = jnp.zeros((), jnp.int32)
     run = widened(lambda x: (clipped(jnp.tanh(x), limit) ** 2).sum(), X)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -106,7 +106,7 @@ def pushforward_of(eqn: Equation) -> ClosedJaxpr:
         )
         return [*out, *out_tangents]
 
-    return jax.make_jaxpr(jvp)(*structs, *_tangent_structs(structs))
+    return _traced_as_before(jvp, [*structs, *_tangent_structs(structs)])
 
 
 def pullback_of(eqn: Equation) -> ClosedJaxpr:
@@ -120,7 +120,18 @@ def pullback_of(eqn: Equation) -> ClosedJaxpr:
         _, pull = jax.vjp(lambda *operands: bind(eqn, operands), *primals)
         return list(pull(list(cotangents)))
 
-    return jax.make_jaxpr(pullback)(*structs, *_tangent_structs(structs_of(primal.outvars)))
+    results = structs_of(primal.outvars)
+    return _traced_as_before(pullback, [*structs, *_tangent_structs(results)])
+
+
+def _traced_as_before(rule: Callable[..., Any], structs: Sequence[Any]) -> ClosedJaxpr:
+    """Trace the user's derivative rule as when its equation was traced.
+
+    While a program is widened, arrays without a dtype would be of 64 bits and fit nothing else.
+    """
+    wide = any(s.dtype in ("float64", "complex128", "int64", "uint64") for s in structs)
+    with jax.enable_x64(wide):
+        return jax.make_jaxpr(rule)(*structs)
 
 
 def _tangent_structs(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
