@@ -15,6 +15,7 @@ from meshwright.proof.compare import (
     metric_gaps,
     null_leaves,
     rough_gaps,
+    where_defined,
 )
 
 NOT_NUMBERS = (math.nan, math.inf, -math.inf)
@@ -198,3 +199,14 @@ def test_what_rounding_alone_changes_is_not_judged_and_named():
     )
     broken = judge("gradients", {"b": math.nan}, 1e-6, allowed=lambda: {"b": 0.3})
     assert (broken.equal, broken.first_different) == (False, "b")
+
+
+def test_a_state_may_hold_the_same_infinities():
+    expected = leaves(best=[math.inf, 2.0], seen=[math.nan, 1.0])
+    assert not compare_exactly("state", expected, expected, 1e300).equal
+    assert compare_exactly("state", *where_defined(expected, expected), 0.0).equal
+    for other in (
+        leaves(best=[-math.inf, 2.0], seen=[math.nan, 1.0]),
+        leaves(best=[math.inf, 2.1], seen=[math.nan, 1.0]),
+    ):
+        assert not compare_exactly("state", *where_defined(expected, other), 1e-3).equal

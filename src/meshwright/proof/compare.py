@@ -43,6 +43,10 @@ class ObservedRun:
     metrics: Sequence[Mapping[str, float]] = ()
     written: frozenset[str] = frozenset()
 
+    def is_finite(self) -> bool:
+        """Whether every loss and gradient is."""
+        return bool(np.isfinite(self.losses).all()) and all_finite(self.gradients)
+
     def kept(self, written: Iterable[str]) -> Leaves:
         """Return the state, and the parameters that some run has written to."""
         return {**self.state, **{path: self.parameters[path] for path in sorted(written)}}
@@ -52,6 +56,11 @@ def fetch(values: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Copy values to the host; random keys become the integers they consist of."""
     words = {path: key_data(value) for path, value in values.items()}
     return {path: np.asarray(value) for path, value in jax.device_get(words).items()}
+
+
+def all_finite(leaves: Leaves) -> bool:
+    """Whether no value is infinite or not a number."""
+    return all(bool(np.isfinite(_to_float64(value)).all()) for value in leaves.values())
 
 
 NULL_GRADIENT = 1e-12
@@ -145,6 +154,23 @@ def metric_gaps(
     undefined = ~np.isfinite(runs[0]) & ~np.isfinite(runs[1])
     rows = [dict(zip(names, np.where(undefined, 0.0, run), strict=True)) for run in runs]
     return exact_gaps(*rows)
+
+
+def where_defined(expected: Leaves, actual: Leaves) -> tuple[Leaves, Leaves]:
+    """Return leaves of a state without the elements that are the same but not finite, as zeros.
+
+    A state may hold infinity until its first minimum, unlike losses, gradients and parameters.
+    """
+    _check_leaves(expected, actual)
+    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for path, value in expected.items():
+        pair = value, actual[path]
+        if _is_float(value) and not np.isfinite(_to_float64(value)).all():
+            a, b = map(_to_float64, pair)
+            same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
+            pair = np.where(same, 0, a), np.where(same, 0, b)
+        found[0][path], found[1][path] = pair
+    return found
 
 
 def _by_step(losses: Sequence[float]) -> Leaves:

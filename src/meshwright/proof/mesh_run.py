@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,6 +81,10 @@ class MeshStep:
     clipped: Leaves
     loss_scale: float
     metrics: Mapping[str, float]
+
+    def is_finite(self) -> bool:
+        """Whether the loss and the gradients are."""
+        return math.isfinite(self.loss) and math.isfinite(self.metrics["grad_norm"])
 
 
 def steps_on_mesh(

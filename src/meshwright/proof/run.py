@@ -48,6 +48,7 @@ from meshwright.proof.compare import (
     loss_gaps,
     metric_gaps,
     null_leaves,
+    where_defined,
 )
 from meshwright.proof.losses import (
     Gradient,
@@ -57,7 +58,7 @@ from meshwright.proof.losses import (
 )
 from meshwright.proof.mesh_run import recording_gradients, steps_on_mesh, train_on_mesh
 from meshwright.proof.nulls import masks_of_step, null_parts
-from meshwright.proof.reference import OptaxUpdate, Reference
+from meshwright.proof.reference import GRAD_NORM, OptaxUpdate, Reference
 from meshwright.proof.rounding import Rounding, random_draws, rounding_of
 from meshwright.proof.step_by_step import (
     ComparedStep,
@@ -82,14 +83,13 @@ INITIAL_TOLERANCE = 1e-5
 """For float32 values. The same random numbers are drawn everywhere, but what is computed from them
 may be rounded differently, such as the decomposition behind an orthogonal matrix."""
 
-NOT_COMPARED = (
-    "parameters in the plan's precision: the optimizer uses the loss itself, and rounding may "
-    "change what it decides"
-)
-
 NOT_WRITTEN = (
     "the loss as its author wrote it: nnx.jit does not accept a model with static attributes that "
     "cannot be hashed, such as lists"
+)
+WRITTEN_NOT_FINITE = (
+    "the loss as its author wrote it: on one device, in the model's own precision, it or its "
+    "gradient is not finite"
 )
 
 
@@ -246,17 +246,16 @@ class _Proof:
             step.compile_ahead(step.abstract_state(), batch, threads)
             with _phase("float64: one device", say):
                 expected = self.reference_in_float64()
-            _check_finite(expected.losses[0])
+            _check_finite(expected)
             train_in_float64 = self.mesh_in_float64(expected.withheld, threads)
             with _phase(f"precision {plan.precision}: the mesh", say):
-                own_precision = self.own_precision()
+                own_precision, lost = self.own_precision()
             with _phase("float64: the mesh", say):
                 actual = train_in_float64()
         nulls = null_leaves(expected.gradients)
         float64 = self.compare_in_float64(expected, actual, nulls)
         with _phase("as written: one device", say):
-            as_written = self.as_written()
-        compares_parameters = any(found.what == "parameters" for found in own_precision)
+            as_written, unwritten = self.as_written()
         return Certificate(
             equal=all(c.equal for c in (*float64, *own_precision, *as_written)),
             mesh=plan.mesh,
@@ -268,10 +267,7 @@ class _Proof:
             null_parts=null_parts(expected.gradients),
             own_precision=own_precision,
             as_written=as_written,
-            not_compared=[
-                *([] if compares_parameters else [NOT_COMPARED]),
-                *([] if as_written else [NOT_WRITTEN]),
-            ],
+            not_compared=[*lost, *unwritten],
             kernels=describe(self.assembled.decision.kernels.uses),
             warnings=list(self.assembled.remarks),
             versions={n: v for n, v in package_versions().items() if n in _PACKAGES},
@@ -309,7 +305,7 @@ class _Proof:
                 "metrics": metric_gaps(expected.metrics, actual.metrics),
                 "gradients": exact_gaps(expected.gradients, actual.gradients, nulls=nulls),
                 "parameters": exact_gaps(expected.parameters, actual.parameters, nulls=nulls),
-                "state": exact_gaps(expected.state, actual.state),
+                "state": exact_gaps(*where_defined(expected.state, actual.state)),
             }
 
         @functools.cache
@@ -339,8 +335,8 @@ class _Proof:
             if found
         ]
 
-    def own_precision(self) -> list[Comparison]:
-        """Compare initial values, and every step, as the plan computes."""
+    def own_precision(self) -> tuple[list[Comparison], list[str]]:
+        """Compare initial values, and every step, as the plan computes; return what is left out."""
         state = self.assembled.init(self.seed, quickly=True)
         steps = list(steps_on_mesh(self.assembled, state, self.leaves, self.clip_norm))
         paths = [leaf.path for leaf in self.traced.leaves]
@@ -360,12 +356,16 @@ class _Proof:
             self.rounding(self.traced),
             self.initial_values,
         )
-        return [initial, *own.compare(steps, self.leaves)]
+        comparisons, left_out = own.compare(steps, self.leaves)
+        return [initial, *comparisons], left_out
 
-    def as_written(self) -> list[Comparison]:
-        """Compare the reference with the loss as its author wrote it, called without tracing."""
+    def as_written(self) -> tuple[list[Comparison], list[str]]:
+        """Compare the reference with the loss as its author wrote it, called without tracing.
+
+        Also return what is left out, and why.
+        """
         if self.plain is None:
-            return []
+            return [], [NOT_WRITTEN]
         traced, wide = self.traced_in_float32, self.wide
         if random_draws(traced.closed) != random_draws(self.traced.closed):
             # A draw in the format of an activation gives other numbers in half precision.
@@ -374,12 +374,14 @@ class _Proof:
         with jax.enable_x64(True):
             exact = wide.first_step(self.wide_values, batch)
         actual = self.plain.first_step(values, batch)
+        if not actual.is_finite():
+            return [], [WRITTEN_NOT_FINITE]
 
         def in_float32() -> ObservedRun:
             return self.traced_reference(traced, wide=False).first_step(values, batch)
 
         step = ComparedStep(values, batch, exact, actual, wide, in_float32)
-        return compare_steps([step], self.rounding(traced, casts=True), HOW_WRITTEN)
+        return compare_steps([step], self.rounding(traced, casts=True), HOW_WRITTEN), []
 
     def rounding(self, traced: TracedLoss, *, casts: bool = False) -> Rounding:
         platform = self.assembled.mesh.devices.flat[0].platform
@@ -437,11 +439,21 @@ def _phase(name: str, say: Callable[[str], None]) -> Generator[None]:
         yield
 
 
-def _check_finite(loss: float) -> None:
-    if not np.isfinite(loss):
-        raise UserError(
-            f"the loss of the first batch is {loss} on one device, in float64",
-            why="the model, the loss or the data has a value that is not finite, so there is "
-            "nothing to compare with",
-            fix="check the data, and the loss of one sample",
-        )
+def _check_finite(run: ObservedRun) -> None:
+    """Refuse a reference that is not finite."""
+    steps = enumerate(zip(run.losses, run.metrics, strict=True), start=1)
+    of_step = [(n, loss, float(metrics[GRAD_NORM])) for n, (loss, metrics) in steps]
+    bad = next(((n, *found) for n, *found in of_step if not np.isfinite(found).all()), None)
+    if bad is None:
+        return
+    number, loss, norm = bad
+    what = f"loss of {{}} is {loss}" if not np.isfinite(loss) else f"gradient of {{}} is {norm}"
+    before = number - 1
+    raise UserError(
+        f"the {what.format(f'step {number}' if before else 'the first batch')} on one device, in "
+        "float64",
+        why="the model, the loss or the data has a value that is not finite, so there is nothing "
+        "to compare with" + (f" from step {number} on" if before else ""),
+        fix="check the data, and the loss of one sample"
+        + (f"; or compare the steps before it alone: steps={before}" if before else ""),
+    )

@@ -17,12 +17,14 @@ from meshwright.proof.compare import (
     Gaps,
     Leaves,
     ObservedRun,
+    all_finite,
     exact_gaps,
     fetch,
     judge,
     loss_gaps,
     null_leaves,
     rough_gaps,
+    where_defined,
     worst_of,
 )
 from meshwright.proof.mesh_run import MeshStep
@@ -109,13 +111,14 @@ class ComparedStep:
         nulls = () if exact is None else null_leaves(self.exact.gradients)
         gradients = None if exact is None else exact.gradients
         written = expected.written | actual.written
-        state = None if exact is None else exact.kept(written)
+        state = where_defined(expected.kept(written), actual.kept(written))
+        exact_state = None if exact is None else exact.kept(written)
         return {
             "loss": loss,
             "gradients": rough_gaps(
                 expected.gradients, actual.gradients, exact=gradients, nulls=nulls
             ),
-            "state": rough_gaps(expected.kept(written), actual.kept(written), exact=state),
+            "state": rough_gaps(*state, exact=exact_state),
         }
 
 
@@ -168,6 +171,11 @@ def _smaller(gaps: Gaps, others: Gaps) -> Gaps:
     return {path: min(gap, others[path]) for path, gap in gaps.items()}
 
 
+LOOKS_AT_LOSS = (
+    "parameters in the plan's precision: the optimizer uses the loss itself, and rounding may "
+    "change what it decides"
+)
+
 WORSE = 4.0
 """How much further the mesh may be from float64 than one device is in the same precision."""
 
@@ -197,13 +205,26 @@ class OwnPrecision:
 
     def compare(
         self, steps: Sequence[MeshStep], batches: Sequence[Sequence[Any]]
-    ) -> list[Comparison]:
-        """Compare loss, gradients, state and parameters of every step."""
-        compared = [self._compared(step, batch) for step, batch in zip(steps, batches, strict=True)]
+    ) -> tuple[list[Comparison], list[str]]:
+        """Compare loss, gradients, state and parameters of every step.
+
+        Also return what is left out, and why.
+        """
+        compared: list[ComparedStep] = []
+        left_out: list[str] = []
+        for step, batch in zip(steps, batches, strict=True):
+            one = self._compared(step, batch)
+            if not step.is_finite() and not one.expected.is_finite():
+                left_out.append(_not_finite("loss and gradients", len(compared), len(steps)))
+                break
+            compared.append(one)
         comparisons = compare_steps(compared, self.rounding, HOW_STEPS)
-        if not self.depends_on_loss(steps[0]):
-            comparisons.append(self._parameters(steps))
-        return comparisons
+        if self.depends_on_loss(steps[0]):
+            return comparisons, [*left_out, LOOKS_AT_LOSS]
+        parameters, count = self._parameters(steps[: len(compared)])
+        if count < len(compared):
+            left_out.append(_not_finite("parameters", count, len(steps)))
+        return comparisons + parameters, left_out
 
     def depends_on_loss(self, step: MeshStep) -> bool:
         """Whether the optimizer looks at the loss, which rounding changes from device to device."""
@@ -233,8 +254,13 @@ class OwnPrecision:
             for leaf, first in zip(self.narrow.leaves, self.initial, strict=True)
         ]
 
-    def _parameters(self, steps: Sequence[MeshStep]) -> Comparison:
-        """Compare what the mesh's optimizer and optax on one device make of the same gradients."""
+    def _parameters(self, steps: Sequence[MeshStep]) -> tuple[list[Comparison], int]:
+        """Compare what the mesh's optimizer and optax on one device make of the same gradients.
+
+        Also return after how many steps the parameters are finite.
+        """
+        if not steps:
+            return [], 0
         paths = list(steps[0].clipped)
         first = {path: steps[0].before[path] for path in paths}
         moments = self.update.init(first)
@@ -250,6 +276,8 @@ class OwnPrecision:
             before = {path: step.start[path] for path in paths}
             after = {path: step.after[path] for path in paths}
             expected, moments = self.update(before, moments, step.clipped)
+            if not all_finite(after) and not all_finite(expected):
+                break
             with jax.enable_x64(True):
                 exact, exact_moments = self.update(
                     _wide(before), exact_moments, _wide(step.clipped)
@@ -258,13 +286,24 @@ class OwnPrecision:
             gaps.append({path: gap / limits[path] for path, gap in nearest.items()})
             rounded = exact_gaps(exact, expected)
             measured.append({path: WORSE * gap / limits[path] for path, gap in rounded.items()})
-        return judge(
+        if not gaps:
+            return [], 0
+        parameters = judge(
             "parameters",
             _scaled(worst_of(gaps), max(limits.values())),
             max(limits.values()),
             how=HOW_PARAMETERS,
             allowed=lambda: _scaled(worst_of(measured), max(limits.values())),
         )
+        return [parameters], len(gaps)
+
+
+def _not_finite(what: str, before: int, steps: int) -> str:
+    first = before + 1
+    return (
+        f"{what} of step{f' {first}' if first == steps else f's {first} to {steps}'} in the plan's "
+        "precision: they are not finite, on the mesh and on one device alike"
+    )
 
 
 def _scaled(gaps: Gaps, factor: float) -> Gaps:
