@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from proof.proofs import Plain, batch_of, certify, failures
+from proof.proofs import Plain, batch_of, certify, failures, weighted_loss
 
+import meshwright as mw
 from meshwright.errors import UserError
 from meshwright.proof import reference, run
 from meshwright.step import train_step
@@ -183,3 +184,25 @@ class Noisy(Plain):
 def test_noise_whose_bits_depend_on_the_precision(precision):
     certificate = certify({"fsdp": 2}, model=Noisy, precision=precision, steps=1)
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]
+
+
+def test_the_step_that_is_proven_is_the_one_that_is_trained(monkeypatch):
+    """A trainer's step leaves out updates that are not finite; only such a step is broken here."""
+    right = train_step.TrainStep._accept
+
+    def broken(self, before, after, gradients, metrics):
+        state, metrics = right(self, before, after, gradients, metrics)
+        if state.halted is not None:
+            state = dataclasses.replace(state, params=[1.01 * p for p in state.params])
+        return state, metrics
+
+    monkeypatch.setattr(train_step.TrainStep, "_accept", broken)
+    trainer = mw.Trainer(
+        model=lambda rngs: Plain(rngs=rngs),
+        loss=weighted_loss,
+        optimizer=optax.adamw(1e-3),
+        mesh="fsdp=2",
+        devices=jax.devices()[:2],
+    )
+    found = failures(trainer.verify([batch_of(0)], steps=1))
+    assert {"float64 parameters", "own_precision parameters"} <= found.keys()

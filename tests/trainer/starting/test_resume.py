@@ -311,3 +311,31 @@ def test_a_restarted_run_goes_on_whatever_it_was_asked_to_resume(tmp_path, monke
     assert looked == [tmp_path / "mine"] * 2
     with pytest.raises(UserError, match="holds the checkpoints of another run"):
         resume.find_resume_point("never", tmp_path / "other")
+
+
+def anchored(rate, pull=0.5):
+    """Descend, but stay near the initial parameters, which the state holds."""
+
+    def update(gradients, start, params):
+        move = lambda g, p, p0: -rate * (g + pull * (p - p0))  # noqa: E731
+        return jax.tree.map(move, gradients, params, start), start
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+def test_an_optimizer_that_remembers_the_initial_parameters(tmp_path):
+    linear = lambda rngs: nnx.Linear(16, 16, rngs=rngs)  # noqa: E731
+    batches = [{name: x[n : n + BATCH] for name, x in ARRAYS.items()} for n in (0, 16, 32, 48)]
+    for steps in (2, 4):
+        trainer = mw.Trainer(
+            model=linear, loss=square_loss, optimizer=anchored(0.3), mesh="fsdp=4,tensor=2", seed=3
+        )
+        trained = trainer.fit(batches, steps=steps, run_dir=tmp_path / "run").model
+    graph, start = nnx.split(linear(nnx.Rngs(3)))
+    params = start
+    for batch in batches:
+        gradient = jax.grad(lambda p, batch=batch: square_loss(nnx.merge(graph, p), batch))(params)
+        params = jax.tree.map(
+            lambda p, g, p0: p - 0.3 * (g + 0.5 * (p - p0)), params, gradient, start
+        )
+    np.testing.assert_allclose(trained.kernel[...], params["kernel"][...], rtol=1e-5, atol=1e-6)
