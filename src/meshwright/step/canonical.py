@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,6 +136,9 @@ class CanonicalForm:
     def _optimizer_pieces(self, number: int) -> tuple[list[str], _Split, _Join]:
         """Return the canonical paths of an optimizer leaf, and how to split and join it."""
         leaf = self._step.optimizer.leaves[number]
+        if not math.prod(leaf.shape):
+            # Orbax saves no empty arrays, such as GaLore's projections of biases.
+            return [], lambda value: [], lambda pieces: jnp.zeros(leaf.shape, leaf.dtype)
         step = None if leaf.param is None else self._layout.select("param")[leaf.param]
         if step is None or not step.stacked or not leaf.path.endswith(step.leaf.path):
             return [leaf.path], lambda value: [value], lambda pieces: pieces[0]

@@ -314,13 +314,13 @@ def test_a_restarted_run_goes_on_whatever_it_was_asked_to_resume(tmp_path, monke
 
 
 def anchored(rate, pull=0.5):
-    """Descend, but stay near the initial parameters, which the state holds."""
+    """Descend, but stay near the initial parameters, which the state holds, and an empty array."""
 
-    def update(gradients, start, params):
+    def update(gradients, state, params):
         move = lambda g, p, p0: -rate * (g + pull * (p - p0))  # noqa: E731
-        return jax.tree.map(move, gradients, params, start), start
+        return jax.tree.map(move, gradients, params, state[0]), state
 
-    return optax.GradientTransformation(lambda params: params, update)
+    return optax.GradientTransformation(lambda params: (params, np.zeros((0, 16))), update)
 
 
 def test_an_optimizer_that_remembers_the_initial_parameters(tmp_path):
