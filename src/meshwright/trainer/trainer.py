@@ -83,8 +83,8 @@ class Trainer(TrainerSettings):
         weights: a Hugging Face folder whose weights training starts from; by default that of a
             model from `hf_model`, which takes no other.
         init_from: a run or a checkpoint whose parameters training starts from.
-        init_patterns: path patterns of the parameters to take from it, such as ``blocks.**``;
-            all by default.
+        init_patterns: path patterns of the parameters to take from it, such as ``blocks.**``
+            or, under another name, ``**:encoder.**``; all by default.
         on_nonfinite: what to do about a step whose loss or gradient is not finite: stop; skip
             it; rewind to the last checkpoint and leave out the batches since; or apply it, for an
             optimizer that handles such gradients itself.

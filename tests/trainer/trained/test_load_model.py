@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright.checkpoint import CheckpointReader
 from meshwright.cli.main import main
 from meshwright.errors import UserError
+from meshwright.trainer.starting.init_patterns import proposal, renamed
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -153,6 +154,39 @@ def test_training_starts_from_some_parameters_of_a_run(run):
         np.testing.assert_array_equal(array, expected, err_msg=path)
     with pytest.raises(UserError, match=r"`block.\*\*` matches no parameter"):
         trainer(init_patterns=["block.**"], **settings).fit(ARRAYS, steps=1, batch_size=16)
+
+
+class Wrapped(nnx.Module):
+    def __init__(self, rngs):
+        self.inner, self.head = Net(rngs), nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.inner(x))
+
+
+def test_a_wrapped_model_starts_from_the_parameters_of_what_it_wraps(run):
+    folder, result = run
+    settings = {"model": Wrapped, "init_from": folder, "optimizer": optax.sgd(0.0)}
+    with pytest.raises(UserError, match="do not fit the model") as caught:
+        trainer(**settings).fit(ARRAYS, steps=1, batch_size=16)
+    assert 'init_patterns such as ["**:inner.**"]' in caught.value.fix
+    taken = trainer(init_patterns=["**:inner.**"], **settings)
+    values = taken.fit(ARRAYS, steps=1, batch_size=16).params
+    for path, array in result.params.items():
+        np.testing.assert_array_equal(values[f"inner.{path}"], array, err_msg=path)
+
+
+def test_patterns_are_proposed_that_fit():
+    have = {"blocks.0.a": (2,), "blocks.1.a": (2,), "head": (3,), "norm.scale": (4,)}
+    need = {**have, "blocks.0.lora": (1,), "head": (5,)}
+    assert '["blocks.*.a", "norm.**"]' in proposal(have, need, need)
+    assert renamed(have, ["blocks.*.a:layers.*.b"]).keys() == {
+        *("layers.0.b", "layers.1.b", "head", "norm.scale")
+    }
+    with pytest.raises(UserError, match="one name"):
+        renamed(have, ["head:norm.scale"])
+    with pytest.raises(UserError, match="other wildcards"):
+        renamed(have, ["blocks.*.a:layers.**"])
 
 
 def test_runs_of_the_command_line_need_no_model_and_start_others(tmp_path, capfd, monkeypatch):

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from meshwright.checkpoint import read_params
 from meshwright.checkpoint.array_paths import as_named_now
@@ -15,16 +14,16 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.inputs.user_model import exists
 from meshwright.runtime.activity import activity
-from meshwright.sharding.rules import matches
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.starting.continuing import choose_start, continued_state
+from meshwright.trainer.starting.init_patterns import chosen, proposal, renamed
 from meshwright.trainer.starting.resume import ResumePoint, find_resume_point
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trainer_settings import TrainerSettings
-from meshwright.weights.hf_folder import describe_differences, listed, open_folder
+from meshwright.weights.hf_folder import describe_differences, open_folder
 from meshwright.weights.hf_model import HfModel, check_numbers
 from meshwright.weights.kept import keep_files, read_kept
 from meshwright.weights.load import load_state, weights_of
@@ -162,18 +161,18 @@ def warm_start(
             )
         return lambda state: state
     leaves = {leaf.path: leaf.shape for leaf in assembled.traced.layout.leaves}
-    saved = as_named_now(read_params(run, statistics=True), leaves)
+    read = as_named_now(read_params(run, statistics=True), leaves)
     weights = {leaf.path for leaf in assembled.traced.layout.leaves if leaf.is_weight}
-    wanted = _chosen({*saved, *weights}, patterns, run)
-    differences = describe_differences(
-        {path: saved[path].shape for path in saved if path in wanted},
-        {path: shape for path, shape in leaves.items() if path in wanted},
-    )
+    wanted = chosen(read.keys(), weights, patterns, run)
+    saved = renamed(read, patterns)
+    have = {path: saved[path].shape for path in saved if path in wanted}
+    need = {path: shape for path, shape in leaves.items() if path in wanted}
+    differences = describe_differences(have, need)
     if differences:
         raise UserError(
             f"the parameters of {run} do not fit the model",
             why="; ".join(differences),
-            fix=f'take only what fits, with {Setting("model.init_patterns")} such as ["blocks.**"]',
+            fix=proposal(have, need, leaves),
         )
 
     def replaced(state: TrainState) -> TrainState:
@@ -181,18 +180,3 @@ def warm_start(
         return assembled.start([saved[p] if p in wanted else values[p] for p in values])
 
     return replaced
-
-
-def _chosen(paths: set[str], patterns: Sequence[str] | None, run: Any) -> set[str]:
-    if patterns is None:
-        return paths
-    chosen: set[str] = set()
-    for pattern in patterns:
-        matched = {path for path in paths if matches(pattern, path)}
-        if not matched:
-            raise UserError(
-                f"the pattern `{pattern}` matches no parameter",
-                why=f"neither the model nor {run} has one; there are {listed(sorted(paths))}",
-            )
-        chosen |= matched
-    return chosen
