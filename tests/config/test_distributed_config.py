@@ -1,6 +1,7 @@
 """DistributedConfig: documented examples, inference, and every equation as a rejection."""
 
 import copy
+import json
 import math
 import pickle
 
@@ -415,3 +416,9 @@ def test_a_config_survives_dumping_copying_and_pickling(values):
     assert DistributedConfig.model_validate_json(config.model_dump_json()) == config
     assert copy.deepcopy(config) == config
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("values", DOCUMENTED)
+def test_a_dict_and_back(values):
+    config = DistributedConfig(**values)
+    assert DistributedConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -221,6 +221,7 @@ def test_sum_without_an_axis_is_refused():
 
 def test_static_twins_do_the_same(mesh, sharding):
     assert DataParallel.create_data_parallel_sharding_static(mesh) == sharding
+    assert DataParallel.create_data_parallel_sharding_static(mesh, axis_name="data") == sharding
     batch = np.arange(8.0)
     static = DataParallel.shard_batch_static(batch, sharding)
     assert static.sharding == dp.shard_batch(batch, sharding).sharding

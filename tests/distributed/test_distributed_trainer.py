@@ -39,6 +39,13 @@ def test_it_trains_and_evaluates(quick_compilation, tmp_path):
     assert (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_mapping_implies_the_task_of_its_kind():
+    trainer = Trainer(model_config=MODEL, training_config={"steps": 1, "global_batch_size": 16})
+    assert trainer.config.task.kind == "classification"
+    own = Trainer(model_config={"kind": "gpt"}, training_config={"steps": 1})
+    assert own.config.task.kind == "language_modeling"
+
+
 def test_a_key_that_does_not_exist_is_named():
     with pytest.raises(UserError, match="micro_batch_size"):
         Trainer(model_config="gpt2_tiny", training_config={"micro_batchsize": 4})

@@ -112,6 +112,15 @@ class DistributedConfig(Frozen):
         inferred = read_environment(os.environ if environ is None else environ, values)
         return cls(**{**inferred, **values})
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the config of what `to_dict` returned, or of any of its keys."""
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values, inferred ones too, as JSON has them."""
+        return self.model_dump(mode="json")
+
     def get_data_parallel_size(self) -> int:
         """Return how many copies of the model work on different data."""
         return self.world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)

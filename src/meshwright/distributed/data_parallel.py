@@ -30,8 +30,11 @@ from meshwright.trees import Batch, PyTree
 class DataParallel(nnx.Module):
     """Data parallelism on a mesh: every device holds the model and a part of the batch."""
 
-    def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
-        """Return the sharding that splits dim 0 over ``data_axis``."""
+    def create_data_parallel_sharding(
+        self, mesh: Mesh, data_axis: str = "data", *, axis_name: str | None = None
+    ) -> NamedSharding:
+        """Return the sharding that splits dim 0 over ``data_axis``, also called ``axis_name``."""
+        data_axis = axis_name or data_axis
         check_mesh_axis(mesh, data_axis)
         return NamedSharding(mesh, PartitionSpec(data_axis))
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from meshwright.config.compose import compose_config
 from meshwright.config.distributed_config import DistributedConfig
+from meshwright.config.groups import CONF_DIR
 from meshwright.config.schema import Config, ModelConfig, TrainingConfig
 from meshwright.data.user_data import UserData
 from meshwright.errors import UserError
@@ -24,7 +27,7 @@ class Trainer:
 
     Args:
         model_config: the name of a model config (``"gpt2_tiny"``), a `ModelConfig`, or a mapping of
-            its keys, including ``kind``.
+            its keys, including ``kind``, which implies the task of that kind's model configs.
         training_config: duration and batch sizes; see `TrainingConfig`.
         distributed_config: the mesh and the precision; all devices on ``data`` by default.
         run_dir: the run folder for metrics and checkpoints; None writes nothing.
@@ -42,10 +45,11 @@ class Trainer:
         **sections: Any,
     ) -> None:
         _check_sections(sections, distributed_config)
-        name = model_config if isinstance(model_config, str) else ""
+        given = None if isinstance(model_config, str) else _to_dict(model_config)
+        name = str(model_config) if given is None else _like(given.get("kind"))
         values = compose_config([f"model={name}"] if name else []).values
-        if not name:
-            values["model"] = _to_dict(model_config)
+        if given is not None:
+            values["model"] = given
         values["training"] = {**values["training"], **_to_dict(training_config)}
         for section, keys in sections.items():
             if not isinstance(keys, Mapping):
@@ -94,6 +98,14 @@ def _check_sections(sections: Mapping[str, Any], distributed: DistributedConfig 
                 why="distributed_config has it too",
                 fix=f"leave out {key}, or distributed_config",
             )
+
+
+def _like(kind: Any) -> str:
+    """Return a model config of this kind, whose task a mapping implies; empty if there is none."""
+    for file in sorted((CONF_DIR / "model").glob("*.yaml")):
+        if yaml.safe_load(file.read_text()).get("kind") == kind:
+            return file.stem
+    return ""
 
 
 def _check_schedule(config: Config) -> None:
