@@ -11,8 +11,10 @@ from meshwright.plan import Plan
 from meshwright.program.blocks.block_lists import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims.classes import DimClasses
+from meshwright.program.dims.op import is_inexact
+from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import variables, variables_read
-from meshwright.program.jaxpr.equations import Var, scan_counts
+from meshwright.program.jaxpr.equations import Var, aval_of, scan_counts
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.traced_loss import TracedLoss
 from meshwright.program.weight_reads import weights_in_backward
@@ -170,9 +172,12 @@ def place_events(
         return []
     part_of = {} if cut is None else _events_by_part(classes, cut)
     number_of = {id(event): number for number, event in enumerate(classes.events)}
+    without_gradient = _without_gradient(classes.root)
     found, seen = list[PlacedEvent](), set[tuple[str, int]]()
     for event in classes.events_of(tensor.splits):
         key = (event.kind, event.source)
+        if event.kind == "spread" and number_of[id(event)] in without_gradient:
+            continue
         if event.source >= 0 and key in seen:
             continue
         seen.add(key)
@@ -180,6 +185,22 @@ def place_events(
         kind = "all-gather" if event.blocking else "reduce-scatter" if kept else "all-reduce"
         part = part_of.get(number_of[id(event)])
         found.append(PlacedEvent(kind, event.nbytes, event.times, event.weight, part, event.path))
+    return found
+
+
+def _without_gradient(root: ProgramDims) -> set[int]:
+    """Return the numbers of events through which no gradient of the loss flows.
+
+    Double Q-learning evaluates a network only for its argmax.
+    """
+    eqns, loss = root.jaxpr.eqns, root.jaxpr.outvars[:2]
+    live, found = set(variables(loss)), set[int]()
+    for position, eqn in reversed(list(enumerate(eqns))):
+        reached = any(v in live and is_inexact(aval_of(v)) for v in eqn.outvars)
+        if reached and eqn.primitive.name != "stop_gradient":
+            live |= set(variables(eqn.invars))
+        else:
+            found |= set(root.noted.get(position, ()))
     return found
 
 
