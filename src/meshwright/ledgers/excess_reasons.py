@@ -29,6 +29,9 @@ class Reason:
     of_weight: bool = False
 
 
+_OF_SEVERAL = Reason("the gradient of what is computed from several weights reduced whole", True)
+
+
 class Reasons:
     """The reasons of a program's collectives, from how the traced program reads its weights."""
 
@@ -56,6 +59,8 @@ class Reasons:
                     # What is computed from a weight alone may be reduced before or after it.
                     read = min(fitting, key=lambda read: read.module != collective.module)
                     left.remove(read)
+                    if collective.kind == "all-reduce" and len(read.together) > 1:
+                        return _OF_SEVERAL
                     return self._gradient(read)
         return _exchange(collective)
 

@@ -139,6 +139,7 @@ def _gather_updated(weight: PlacedWeight, plan: Plan) -> Iterator[Needed]:
 def _reduction(weight: PlacedWeight, plan: Plan, times: int) -> Iterator[Needed]:
     """Yield how a gradient is reduced over the devices that have other samples."""
     fsdp, data = plan.size("fsdp"), plan.size("data")
+    weight = weight._replace(nbytes=weight.nbytes * weight.reduced)
     if fsdp > 1:
         sharded = weight.on_fsdp and plan.sharding.zero > 1
         kind = "reduce-scatter" if sharded else "all-reduce"

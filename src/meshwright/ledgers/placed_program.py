@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from meshwright.mesh.axes import PIPE
@@ -17,7 +18,7 @@ from meshwright.program.evaluate.dependencies import variables, variables_read
 from meshwright.program.jaxpr.equations import Var, aval_of, scan_counts
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.traced_loss import TracedLoss
-from meshwright.program.weight_reads import weights_in_backward
+from meshwright.program.weight_reads import weight_reads, weights_in_backward
 from meshwright.sharding.placement import Placement
 from meshwright.sharding.tensor import TensorChoice
 
@@ -38,6 +39,8 @@ class PlacedWeight(NamedTuple):
         regathered: whether only blocks read it, which may gather it again for their backward pass.
         in_backward: whether the backward pass reads its value.
         module: the module it belongs to.
+        reduced: the share of its gradient that is reduced over samples. Less than 1 if the gradient
+            of a smaller value is: of the product of several weights.
     """
 
     nbytes: float
@@ -48,6 +51,7 @@ class PlacedWeight(NamedTuple):
     regathered: bool
     in_backward: bool
     module: str = ""
+    reduced: float = 1.0
 
 
 class PlacedEvent(NamedTuple):
@@ -76,10 +80,12 @@ class WeightReads(NamedTuple):
     Attributes:
         outside: those read outside of blocks, which stay gathered.
         in_backward: those whose values the backward pass reads.
+        reduced: of those read together, the share of their gradients that is reduced.
     """
 
     outside: frozenset[int]
     in_backward: frozenset[int]
+    reduced: Mapping[int, float]
 
 
 def read_weights(traced: TracedLoss) -> WeightReads:
@@ -94,7 +100,21 @@ def read_weights(traced: TracedLoss) -> WeightReads:
             eqns = [eqn for eqn in segment.eqns if not casts.keys() & set(eqn.outvars)]
             read = {variable for variable in variables_read(eqns) if variable in number}
             outside |= {number[variable] for variable in read - _scanned(segment)}
-    return WeightReads(frozenset(outside), weights_in_backward(traced))
+    return WeightReads(frozenset(outside), weights_in_backward(traced), _read_together(traced))
+
+
+def _read_together(traced: TracedLoss) -> dict[int, float]:
+    """Return how much smaller a value is than the weights that only it is computed from."""
+    reads, steps = weight_reads(traced), traced.layout.step_leaves
+    times = Counter(read.leaf for read in reads)
+    shares: dict[int, float] = {}
+    for read in reads:
+        leaves = read.together
+        alone = all(times[n] == 1 and not steps[n].stacked for n in leaves)
+        if len(leaves) > 1 and alone and read.iterations == 1:
+            whole = sum(steps[n].leaf.size for n in leaves)
+            shares[read.leaf] = min(1.0, read.size / whole)
+    return shares
 
 
 def _scanned(segment: Outside) -> set[Var]:
@@ -145,6 +165,7 @@ def place_weights(
             regathered=regathered,
             in_backward=in_backward,
             module=leaf.path.rpartition(".")[0],
+            reduced=reads.reduced.get(number, 1.0),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +40,8 @@ class WeightRead:
         iterations: how often loops run it with the same weight.
         sizes: bytes of the weight, and of what is computed from it alone before it is read.
         through: the modules in which that is computed.
+        size: elements of the value that is read: the weight, or what is computed from it alone.
+        together: all weights that this value is computed from.
     """
 
     leaf: int
@@ -47,6 +50,8 @@ class WeightRead:
     iterations: int
     sizes: frozenset[int]
     through: frozenset[str] = frozenset()
+    size: int = 0
+    together: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,12 @@ def _follow_reads(
         return [_joined(operands, aval_of(result), module) for result in eqn.outvars]
     else:
         reads.extend(
-            WeightRead(leaf, name, module, iterations, source.sizes, source.through)
-            for source in operands
+            WeightRead(
+                *(leaf, name, module, iterations, source.sizes, source.through),
+                math.prod(aval_of(atom).shape),
+                source.leaves,
+            )
+            for source, atom in zip(operands, eqn.invars, strict=True)
             for leaf in sorted(source.leaves)
         )
     return [_DATA] * len(eqn.outvars)
