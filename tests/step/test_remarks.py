@@ -7,7 +7,6 @@ from flax import nnx
 from small_models import WIDTH, square_loss, vectors
 from step.runs import OPTIMIZER
 
-from meshwright import Weighted
 from meshwright.config.batch import solve_batch
 from meshwright.errors import UserError
 from meshwright.plan import Plan
@@ -69,10 +68,6 @@ class Chain(nnx.Module):
         return x
 
 
-def errors(model, batch):
-    return model(batch["x"]) ** 2
-
-
 def remarks(loss, mesh, count, model=Chain):
     batch = solve_batch(replicas=1, global_batch_size=16, gradient_accumulation_steps=count)
     stages = {"schedule": "1f1b", "num_microbatches": count} if mesh else {}
@@ -80,41 +75,6 @@ def remarks(loss, mesh, count, model=Chain):
     devices = jax.devices()[: plan.num_devices]
     build = lambda rngs: model(rngs=rngs)  # noqa: E731
     return assemble(build, loss, OPTIMIZER, plan, vectors(), devices=devices).remarks
-
-
-def rows_over_rows(model, batch):
-    weight = jnp.abs(batch["x"][:, 0])
-    return (errors(model, batch).mean(-1) * weight).sum() / weight.sum()
-
-
-def product_of_means(model, batch):
-    found = errors(model, batch)
-    return found.mean() * jnp.sqrt(found).mean()
-
-
-def as_weighted(model, batch):
-    weight = jnp.abs(batch["x"][:, 0])
-    return Weighted((errors(model, batch).mean(-1) * weight).sum(), weight.sum())
-
-
-@pytest.mark.parametrize("mesh", [{}, {"pipe": 2}], ids=["accumulated", "staged"])
-@pytest.mark.parametrize(
-    ("loss", "why"),
-    [
-        (lambda model, batch: errors(model, batch).sum(), "it is a sum over samples that is not"),
-        (rows_over_rows, "its div is not linear in a sum over samples"),
-        (product_of_means, "its mul is not linear in a sum over samples"),
-        (lambda model, batch: errors(model, batch).mean(), None),
-        (as_weighted, None),
-    ],
-    ids=["sum", "ratio", "product", "mean", "weighted"],
-)
-def test_a_loss_that_microbatches_change_is_named(loss, why, mesh):
-    said = [text for text in remarks(loss, mesh, 4) if "not a mean over samples" in text]
-    assert [f"the loss is not a mean over samples: {why}" in text for text in said] == [True] * (
-        why is not None
-    )
-    assert all("of its 4 microbatches" in text for text in said)
 
 
 @pytest.mark.parametrize(("mesh", "count"), [({"pipe": 2}, 8), ({}, 4), ({}, 16)])

@@ -36,7 +36,7 @@ from meshwright.runtime.user_code import doing
 from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
-from meshwright.step.microbatches import changed_by_microbatches, explaining_whole_batches
+from meshwright.step.microbatches import explaining_whole_batches, refuse_repeated_samples
 from meshwright.step.place_batch import place_batch
 from meshwright.step.state import TrainState
 from meshwright.step.step_program import (
@@ -215,10 +215,10 @@ def assemble(
     micro = _microbatch(batch, plan)
     with explaining_whole_batches(loss, model_leaves, batch, plan):
         program = step_program(loss, model_leaves, micro, plan)
-    changed = changed_by_microbatches(program.plain, loss, model_leaves, micro, plan)
+    refuse_repeated_samples(loss, model_leaves, micro, plan)
     local_program = per_device_program(loss, model_leaves, micro, plan, mesh)
     traced = program.traced
-    remarks = (*dict.fromkeys([*reads, *program.remarks]), *changed, *_few_samples(traced, plan))
+    remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
     decision = decide_program(program, plan, mesh)
     make_step = functools.partial(
         _step,

@@ -40,13 +40,11 @@ class StepProgram:
         traced: the traced loss.
         cut: the cut into stages; None without stages.
         remarks: where the program differs from what the plan asked for, and why.
-        plain: the traced loss before any pass.
     """
 
     traced: TracedLoss
     cut: BlockCut | None
     remarks: tuple[str, ...]
-    plain: TracedLoss
 
 
 def step_program(
@@ -61,7 +59,7 @@ def step_program(
     _refuse_written(traced, stages)
     rolled = roll_program(traced, even_connections=True)
     cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
-    return StepProgram(cut.traced, cut, (*traced.remarks, *rolled.remarks), traced)
+    return StepProgram(cut.traced, cut, (*traced.remarks, *rolled.remarks))
 
 
 def _refuse_written(traced: TracedLoss, stages: int) -> None:
@@ -82,9 +80,9 @@ def _refuse_written(traced: TracedLoss, stages: int) -> None:
 def unstaged_program(traced: TracedLoss, plan: Plan) -> StepProgram:
     """Return a traced program without pipeline stages, rolled if the plan asks for it."""
     if plan.sharding.blocks != "scan":
-        return StepProgram(traced, None, (), traced)
+        return StepProgram(traced, None, ())
     rolled = roll_program(traced)
-    return StepProgram(rolled.traced, None, rolled.remarks, traced)
+    return StepProgram(rolled.traced, None, rolled.remarks)
 
 
 def per_device_program(

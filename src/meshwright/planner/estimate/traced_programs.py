@@ -110,7 +110,7 @@ class TracedPrograms:
 
     def _order_by_stage(self, precision: Precision, stages: int, num_chunks: int) -> StepProgram:
         cut = ordered_by_stage(self.cut(precision), stages, num_chunks)
-        return StepProgram(cut.traced, cut, (), self.program(precision, "unroll").plain)
+        return StepProgram(cut.traced, cut, ())
 
     def traced(self, precision: Precision, blocks: Blocks | None) -> TracedLoss:
         """Return the program whose blocks run this way; None for one in any number of stages."""
