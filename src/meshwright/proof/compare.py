@@ -157,20 +157,17 @@ def metric_gaps(
 
 
 def where_defined(expected: Leaves, actual: Leaves) -> tuple[Leaves, Leaves]:
-    """Return leaves of a state without the elements that are the same but not finite, as zeros.
+    """Return two states, with zeros where both have the same infinity or are not a number.
 
     A state may hold infinity until its first minimum, unlike losses, gradients and parameters.
     """
-    _check_leaves(expected, actual)
-    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    pairs = dict[str, tuple[Any, Any]]()
     for path, value in expected.items():
-        pair = value, actual[path]
-        if _is_float(value) and not np.isfinite(_to_float64(value)).all():
-            a, b = map(_to_float64, pair)
-            same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
-            pair = np.where(same, 0, a), np.where(same, 0, b)
-        found[0][path], found[1][path] = pair
-    return found
+        a, b = pairs[path] = value, actual[path]
+        if _is_float(value):
+            same = ~np.isfinite(_to_float64(a)) & ((a == b) | ((a != a) & (b != b)))
+            pairs[path] = np.where(same, 0, a), np.where(same, 0, b)
+    return {p: a for p, (a, _) in pairs.items()}, {p: b for p, (_, b) in pairs.items()}
 
 
 def _by_step(losses: Sequence[float]) -> Leaves:

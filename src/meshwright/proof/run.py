@@ -441,19 +441,17 @@ def _phase(name: str, say: Callable[[str], None]) -> Generator[None]:
 
 def _check_finite(run: ObservedRun) -> None:
     """Refuse a reference that is not finite."""
-    steps = enumerate(zip(run.losses, run.metrics, strict=True), start=1)
-    of_step = [(n, loss, float(metrics[GRAD_NORM])) for n, (loss, metrics) in steps]
-    bad = next(((n, *found) for n, *found in of_step if not np.isfinite(found).all()), None)
-    if bad is None:
+    found = [(loss, float(m[GRAD_NORM])) for loss, m in zip(run.losses, run.metrics, strict=True)]
+    before = next((n for n, both in enumerate(found) if not np.isfinite(both).all()), None)
+    if before is None:
         return
-    number, loss, norm = bad
-    what = f"loss of {{}} is {loss}" if not np.isfinite(loss) else f"gradient of {{}} is {norm}"
-    before = number - 1
+    loss, norm = found[before]
+    what = f"gradient of {{}} is {norm}" if np.isfinite(loss) else f"loss of {{}} is {loss}"
+    which = f"step {before + 1}" if before else "the first batch"
     raise UserError(
-        f"the {what.format(f'step {number}' if before else 'the first batch')} on one device, in "
-        "float64",
+        f"the {what.format(which)} on one device, in float64",
         why="the model, the loss or the data has a value that is not finite, so there is nothing "
-        "to compare with" + (f" from step {number} on" if before else ""),
+        "to compare with",
         fix="check the data, and the loss of one sample"
         + (f"; or compare the steps before it alone: steps={before}" if before else ""),
     )

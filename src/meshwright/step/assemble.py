@@ -36,7 +36,6 @@ from meshwright.runtime.user_code import doing
 from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
-from meshwright.step.microbatches import explaining_whole_batches, refuse_repeated_samples
 from meshwright.step.place_batch import place_batch
 from meshwright.step.state import TrainState
 from meshwright.step.step_program import (
@@ -48,6 +47,7 @@ from meshwright.step.step_program import (
     step_program,
 )
 from meshwright.step.train_step import TrainStep
+from meshwright.step.whole_batches import explaining_whole_batches
 from meshwright.text.units import counted
 from meshwright.trees import Batch, divide_batch
 
@@ -215,7 +215,6 @@ def assemble(
     micro = _microbatch(batch, plan)
     with explaining_whole_batches(loss, model_leaves, batch, plan):
         program = step_program(loss, model_leaves, micro, plan)
-    refuse_repeated_samples(loss, model_leaves, micro, plan)
     local_program = per_device_program(loss, model_leaves, micro, plan, mesh)
     traced = program.traced
     remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))

@@ -144,7 +144,7 @@ def test_training_starts_from_some_parameters_of_a_run(run):
     with pytest.raises(UserError, match="do not fit the model") as caught:
         trainer(**settings).fit(ARRAYS, steps=1, batch_size=16)
     assert caught.value.why == "not in the checkpoint: `extra.bias`, `extra.kernel`"
-    assert 'init_patterns such as ["blocks.**"]' in caught.value.fix
+    assert 'init_patterns such as ["blocks.**", "norms.**"]' in caught.value.fix
     some = trainer(init_patterns=["blocks.**"], optimizer=optax.sgd(0.0), seed=3, **settings)
     values = some.fit(ARRAYS, steps=1, batch_size=16).params
     fresh = trainer(model=settings["model"], optimizer=optax.sgd(0.0), seed=3)

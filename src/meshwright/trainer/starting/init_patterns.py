@@ -11,8 +11,7 @@ from meshwright.sharding.rules import matches
 from meshwright.weights.hf_folder import listed
 
 _KEY = "model.init_patterns"
-_MOST = 5
-"""How many patterns are proposed."""
+_WILDCARD = re.compile(r"(\*\*|\*)")
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -21,35 +20,20 @@ def renamed(saved: Mapping[str, Any], patterns: Sequence[str] | None) -> dict[st
     """Return saved values by the names that patterns such as ``**:encoder.**`` give them."""
     names = {path: path for path in saved}
     for pattern in patterns or ():
-        names |= _renames(pattern, saved)
+        names |= _renames(pattern, saved.keys())
     found = {names[path]: value for path, value in saved.items()}
     if len(found) < len(saved):
-        new = list(names.values())
-        twice = listed(sorted({path for path in new if new.count(path) > 1}))
-        raise UserError(
-            f"{Setting(_KEY)} gives several parameters of the run one name",
-            why=f"{twice} would be taken from more than one",
-        )
+        raise UserError(f"{Setting(_KEY)} gives several parameters of the run one name")
     return found
 
 
 def chosen(saved: Set[str], model: Set[str], patterns: Sequence[str] | None, run: Any) -> set[str]:
-    """Return the paths that patterns choose: of the model, of what is saved, or as renamed.
-
-    Args:
-        saved: paths in the run, before any renaming.
-        model: paths of the model's weights.
-        patterns: the patterns; None chooses all.
-        run: the run.
-    """
+    """Return the paths that patterns choose, or all: of a model, of a run, or as renamed."""
     paths = {*saved, *model}
-    if patterns is None:
-        return paths
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = set(_renames(pattern, saved).values()) or {
-            p for p in paths if matches(pattern, p)
-        }
+    found: set[str] = paths if patterns is None else set()
+    for pattern in patterns or ():
+        matched = {path for path in paths if matches(pattern, path)}
+        matched |= set(_renames(pattern, saved).values())
         if not matched:
             raise UserError(
                 f"the pattern `{pattern}` matches no parameter",
@@ -60,19 +44,13 @@ def chosen(saved: Set[str], model: Set[str], patterns: Sequence[str] | None, run
 
 
 def proposal(have: Shapes, need: Shapes, model: Shapes) -> str:
-    """Return which patterns would fit, for a message.
-
-    Args:
-        have: shapes of what is saved, as far as it is chosen.
-        need: shapes of what is chosen of the model.
-        model: shapes of all leaves of the model.
-    """
-    if not (patterns := _wrapping(have, model) or _fitting(have, need)):
+    """Return which patterns would fit what is saved and chosen to what is chosen of the model."""
+    patterns = _wrapping(have, model) or _fitting(have, need)
+    if not patterns:
         return "no parameter has the same name and shape in both; start from random values"
-    shown = ", ".join(f'"{pattern}"' for pattern in patterns[:_MOST])
-    more = ", …" if len(patterns) > _MOST else ""
+    shown = listed(patterns, quote='"')
     return (
-        f"take only what fits, with {Setting(_KEY)} such as [{shown}{more}]; "
+        f"take only what fits, with {Setting(_KEY)} such as [{shown}]; "
         '"blocks.**:encoder.blocks.**" takes parameters under another name'
     )
 
@@ -80,45 +58,40 @@ def proposal(have: Shapes, need: Shapes, model: Shapes) -> str:
 def _wrapping(have: Shapes, model: Shapes) -> list[str]:
     """Return the pattern of a model that holds the saved one as a part."""
     first = min(have, default="")
-    prefixes = [path.removesuffix(first) for path in model if path.endswith(f".{first}")]
-    for prefix in prefixes if first else ():
-        if all(tuple(model.get(prefix + p, ())) == tuple(shape) for p, shape in have.items()):
-            return [f"**:{prefix}**"]
-    return []
+    prefixes = [path.removesuffix(first) for path in model if first and path.endswith(f".{first}")]
+    fits = (all(_same(s, model.get(p + n)) for n, s in have.items()) for p in prefixes)
+    return [f"**:{prefix}**" for prefix, fit in zip(prefixes, fits, strict=True) if fit][:1]
 
 
 def _fitting(have: Shapes, need: Shapes) -> list[str]:
     """Return patterns that match nothing but what is the same in both."""
-    paths = {*have, *need}
-    fit = {p for p in have.keys() & need.keys() if tuple(have[p]) == tuple(need[p])}
+    fit = {path for path in have if _same(have[path], need.get(path))}
+    others = {*have, *need} - fit
     found: dict[str, None] = {}
     for path in sorted(fit):
-        first, starred = path.split(".")[0], re.sub(r"\b\d+\b", "*", path)
-        for pattern in (f"{first}.**", starred, path):
-            if all(other in fit for other in paths if matches(pattern, other)):
-                found[pattern if matches(pattern, path) else path] = None
-                break
+        wide = f"{path.split('.')[0]}.**", re.sub(r"\b\d+\b", "*", path)
+        fitting = (p for p in wide if matches(p, path) and not any(matches(p, o) for o in others))
+        found[next(fitting, path)] = None
     return list(found)
 
 
-def _renames(pattern: str, saved: Set[str] | Mapping[str, Any]) -> dict[str, str]:
+def _same(shape: Sequence[int], other: Sequence[int] | None) -> bool:
+    return other is not None and tuple(shape) == tuple(other)
+
+
+def _renames(pattern: str, saved: Set[str]) -> dict[str, str]:
     """Return new names by old ones; empty for a pattern that renames nothing."""
     source, _, target = pattern.partition(":")
     if not target:
         return {}
-    wild = r"(\*\*|\*)"
-    old, new = re.split(wild, source), re.split(wild, target)
-    if old[1::2] != new[1::2]:
+    if _WILDCARD.findall(source) != _WILDCARD.findall(target):
         raise UserError(
             f"`{pattern}` has other wildcards on its two sides",
             why="what a * or ** stands for in the run's path is put in its place in the model's",
             fix='write them in the same order on both, such as "blocks.*.mlp.**:layers.*.ffn.**"',
         )
     groups = {"**": "(.*)", "*": "([^.]*)"}
-    compiled = re.compile("".join(groups.get(part) or re.escape(part) for part in old))
-    renames: dict[str, str] = {}
-    for path in saved:
-        if found := compiled.fullmatch(path):
-            parts = iter(found.groups())
-            renames[path] = "".join(next(parts) if part in groups else part for part in new)
-    return renames
+    old = "".join(groups.get(part) or re.escape(part) for part in _WILDCARD.split(source))
+    found = {path: re.fullmatch(old, path) for path in saved}
+    parts = {path: iter(match.groups()) for path, match in found.items() if match}
+    return {p: _WILDCARD.sub(lambda _, own=own: next(own), target) for p, own in parts.items()}
