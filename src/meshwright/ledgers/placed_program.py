@@ -107,14 +107,12 @@ def _read_together(traced: TracedLoss) -> dict[int, float]:
     """Return how much smaller a value is than the weights that only it is computed from."""
     reads, steps = weight_reads(traced), traced.layout.step_leaves
     times = Counter(read.leaf for read in reads)
-    shares: dict[int, float] = {}
-    for read in reads:
-        leaves = read.together
-        alone = all(times[n] == 1 and not steps[n].stacked for n in leaves)
-        if len(leaves) > 1 and alone and read.iterations == 1:
-            whole = sum(steps[n].leaf.size for n in leaves)
-            shares[read.leaf] = min(1.0, read.size / whole)
-    return shares
+    return {
+        read.leaf: min(1.0, read.size / sum(steps[n].leaf.size for n in read.together))
+        for read in reads
+        if len(read.together) > 1 == read.iterations
+        and all(times[n] == 1 and not steps[n].stacked for n in read.together)
+    }
 
 
 def _scanned(segment: Outside) -> set[Var]:

@@ -26,8 +26,12 @@ def explaining_whole_batches(
             # A single sample would be repeated for all rows, without an error.
             trace_loss(loss, leaves, resize_batch(batch, 2))
     except Exception as error:
-        if count == 1 or isinstance(error, MeshwrightError) or not _runs(loss, leaves, batch):
+        if count == 1 or isinstance(error, MeshwrightError):
             raise
+        try:
+            trace_loss(loss, leaves, batch)
+        except Exception:
+            raise error from None
         staged = plan.size("pipe") > 1
         one = Setting("training.gradient_accumulation_steps", 1)
         raise UserError(
@@ -39,11 +43,3 @@ def explaining_whole_batches(
             fix=f"write {'a mesh without pipe' if staged else one}, or a model that takes any "
             "number of samples",
         ) from error
-
-
-def _runs(loss: Loss, leaves: ModelLeaves, batch: Batch) -> bool:
-    try:
-        trace_loss(loss, leaves, batch)
-    except Exception:
-        return False
-    return True
