@@ -62,7 +62,7 @@ def test_schedules_of_other_code_are_compared_by_their_rates(tmp_path):
     trainer(lambda step: 0.1 / (1 + step)).fit(
         [BATCH] * 3, steps=1, run_dir=tmp_path, progress=False
     )
-    with pytest.raises(mw.UserError, match=r"learning rate after 1 steps was 0.05 and is 0.025"):
+    with pytest.raises(mw.UserError, match=r"learning rate after 1 step was 0.05 and is 0.025"):
         trainer(lambda step: 0.1 / (1 + step) ** 2).fit(
             [BATCH] * 3, steps=2, run_dir=tmp_path, progress=False
         )

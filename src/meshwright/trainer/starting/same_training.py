@@ -9,11 +9,12 @@ from typing import Any
 from meshwright.program.jaxpr.fingerprint import fingerprint
 from meshwright.runtime.versions import own_code, package_versions
 from meshwright.step.assemble import Assembled
+from meshwright.text.units import counted
 from meshwright.trainer.starting.learning_rate import find_schedule, rate_at
 from meshwright.trainer.starting.process_facts import optimizer_settings
 from meshwright.trainer.trainer_settings import TrainerSettings
 
-SAMPLED_STEPS = (0, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+SAMPLED_STEPS = (0, 1, 10, 100, 1000, 10_000)
 """Where schedules are compared: their code may differ where their settings do not."""
 SHOWN = 4
 
@@ -67,7 +68,9 @@ def training_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     rates = [each for each in pairs if not math.isclose(*each[1:], rel_tol=1e-6)]
     if rates and not settings:
         step, was, rate = rates[0]
-        changes.append(f"the learning rate after {step} steps was {was:.6g} and is {rate:.6g}")
+        changes.append(
+            f"the learning rate after {counted(step, 'step')} was {was:.6g} and is {rate:.6g}"
+        )
     return [*changes, *loss_changes(before, now)]
 
 
