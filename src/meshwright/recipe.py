@@ -38,6 +38,7 @@ from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing, explaining_axis_names, whole_traceback
 from meshwright.step.assemble import Assembled, assemble
+from meshwright.step.average import with_average
 from meshwright.trees import Batch
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
@@ -131,7 +132,7 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
         eval_loss=_eval_loss(config, task),
         task=task,
         config_data=config_data,
-        optimizer=make_optimizer(config, rate),
+        optimizer=with_average(make_optimizer(config, rate), config.training.ema_decay),
         clip_norm=config.optimizer.clip_norm,
         learning_rate=rate,
         duration=duration,

@@ -263,8 +263,13 @@ def test_traps_of_schedules_are_told_with_the_numbers(run):
     (warmup,) = warned("optimizer.warmup_steps=10", "training.steps=5", "hydra.run.dir=b")
     assert "optimizer.warmup_steps=10 is not shorter than the run of 5 steps" in warmup
     assert "the learning rate ends at 0.04 and never reaches 0.1" in warmup
-    # The warm-up of a default file is longer than a short trial run, which is no news.
-    assert warned("optimizer=adamw", "training.steps=5", "hydra.run.dir=d") == []
+    # The warm-up of a default file is a tenth of a short run, also when the run gets longer.
+    code, _, err = run(*OWN_RUN, "optimizer=adamw", "training.steps=20", "hydra.run.dir=d")
+    assert code == 0
+    assert "the warm-up takes 2 steps instead of the default's 40, a tenth of the run" in err
+    code, _, err = run(*OWN_RUN, "optimizer=adamw", "training.steps=21", "hydra.run.dir=d")
+    assert code == 0
+    assert "the warm-up takes 2 steps instead of the default's 40, as before" in err
     (both,) = warned("training.max_duration=3st", "hydra.run.dir=c")
     assert "training.max_duration=3st overrides training.steps=2" in both
     assert "which is 3 steps" in both

@@ -94,12 +94,22 @@ def test_the_learning_rate_inside_of_optax_is_logged(optimizer):
 
 @pytest.mark.parametrize(
     "optimizer",
+    [optax.adamw(3e-3), optax.sgd(3e-3), optax.chain(optax.clip(1.0), optax.lion(3e-3))],
+)
+def test_a_constant_learning_rate_is_found(optimizer):
+    schedule = find_schedule(optimizer)
+    assert schedule is not None
+    assert schedule(7) == 3e-3
+
+
+@pytest.mark.parametrize(
+    "optimizer",
     [
-        optax.sgd(0.1),
+        optax.chain(optax.sgd(0.1), optax.scale(0.5)),
         optax.chain(optax.sgd(COSINE), optax.sgd(optax.linear_schedule(1.0, 0.0, 5))),
         optax.MultiSteps(optax.sgd(COSINE), 2).gradient_transformation(),
     ],
-    ids=["constant", "two schedules", "every other step"],
+    ids=["two scales", "two schedules", "every other step"],
 )
 def test_nothing_is_said_about_a_rate_that_cannot_be_found(optimizer):
     assert find_schedule(optimizer) is None

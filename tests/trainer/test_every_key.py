@@ -68,6 +68,8 @@ OTHER = {
     "training.eval_every": 3,
     "training.eval_batches": 2,
     "training.eval_loss": "test_every_key:other_loss",
+    "training.ema_decay": 0.9,
+    "training.eval_ema": True,
     "training.early_stopping_patience": 3,
     "training.early_stopping_min_delta": 0.5,
     "training.callbacks": ["test_every_key:Own"],

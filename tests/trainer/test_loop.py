@@ -153,8 +153,9 @@ def test_a_profile_is_taken_on_the_way(tmp_path):
     profile = json.loads((tmp_path / "profile.json").read_text())
     assert sum(profile["shares"].values()) == pytest.approx(1.0)
     assert {c["axis"] for c in profile["collectives"]} == {"data×fsdp"}
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["communication_share"] == pytest.approx(profile["shares"]["communication"])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (once,) = [line for line in lines if "communication_share" in line]
+    assert once["communication_share"] == pytest.approx(profile["shares"]["communication"])
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
 
 
@@ -265,3 +266,32 @@ def test_waiting_for_devices_is_not_told_as_work_of_the_process(fit, tmp_path, m
     monkeypatch.setattr(FiniteCheck, "look", noting)
     fit(steps=4, run_dir=tmp_path, checkpoint=CheckpointConfig(every=3))
     assert set(doing) == {Doing.WAITING}
+
+
+def test_an_evaluation_is_reported_after_the_step_it_follows():
+    class Order(mw.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_log(self, step, values):
+            self.seen.append(("train", step))
+
+        def on_eval(self, step, values):
+            self.seen.append(("eval", step))
+
+    order, own = Order(), dataclasses.replace(TRAINER, log_every=2)
+    own.fit(ARRAYS, batch_size=16, steps=4, eval_data=ARRAYS, eval_every=2, callbacks=[order])
+    logged = [("train", 1), ("train", 2), ("eval", 2), ("train", 4), ("eval", 4)]
+    assert order.seen == logged
+
+
+def test_early_stopping_by_an_unknown_metric_is_refused_with_the_names():
+    own = dataclasses.replace(
+        TRAINER, eval_loss=lambda model, batch: (square_loss(model, batch), {"accuracy": 1.0})
+    )
+    settings = {"batch_size": 16, "steps": 2, "eval_data": ARRAYS, "eval_every": 1}
+    with pytest.raises(mw.UserError, match=r"watches 'acuracy'.*\n.*loss, accuracy"):
+        own.fit(ARRAYS, callbacks=[mw.EarlyStopping(1, metric="acuracy")], **settings)
+    stopping = mw.EarlyStopping(1, metric="accuracy", min_delta=0.5)
+    stopped = own.fit(ARRAYS, callbacks=[stopping], **settings).stopped
+    assert stopped.endswith("a accuracy below 1.0000, the best so far by more than 0.5")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from meshwright.checkpoint.array_paths import ArraysByPath
 from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.config.argument_checks import check_count, check_path
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.program.jaxpr.names import nest
 from meshwright.runtime.other_names import also_called
+from meshwright.step.average import EMA
+
+Which = Literal["best", "last"]
 
 Arrays = dict[str, NDArray[Any]]
 """NumPy arrays by canonical path."""
@@ -33,6 +36,8 @@ def read_params(
     path: str | Path,
     *,
     step: int | None = None,
+    which: Which = "last",
+    ema: bool = False,
     statistics: bool = False,
     nested: bool = False,
 ) -> dict[Any, Any]:
@@ -43,12 +48,15 @@ def read_params(
     Args:
         path: a run folder, its checkpoint folder, or a single checkpoint.
         step: which checkpoint; the newest by default.
+        which: instead of a number: last, or best, the one with the lowest evaluation loss.
+        ema: read the moving average of the parameters instead.
         statistics: also read the model's other floating-point arrays, such as the running
             means of BatchNorm and frozen weights.
         nested: return plain nested dicts instead of one dict by path; ``nnx.update(model, …)``
             takes both.
     """
-    groups = read_groups(path, ("params", "state") if statistics else ("params",), step=step)
+    wanted = ("params", "state") if statistics else ("params",)
+    groups = read_groups(path, wanted, step=step, which=which, ema=ema)
     arrays = ArraysByPath(
         (name, array)
         for group, by_path in groups.items()
@@ -60,27 +68,54 @@ def read_params(
 
 
 def read_groups(
-    path: str | Path, groups: Sequence[str], *, step: int | None = None
+    path: str | Path,
+    groups: Sequence[str],
+    *,
+    step: int | None = None,
+    which: Which = "last",
+    ema: bool = False,
 ) -> dict[str, Arrays]:
     """Read arrays of a checkpoint by group (params, state, optimizer) and canonical path."""
-    reader, wanted = choose_checkpoint(check_path("path", path), step)
+    reader, wanted = choose_checkpoint(check_path("path", path), step, which)
     shapes = reader.shapes(wanted)
-    return reader.read(
-        wanted, {group: list(shapes[group]) for group in groups if shapes.get(group)}
-    )
+    paths = {group: list(shapes[group]) for group in groups if shapes.get(group)}
+    if not ema or "params" not in paths:
+        return reader.read(wanted, paths)
+    params = paths.pop("params")
+    others = reader.read(wanted, paths) if paths else {}
+    return {"params": read_averages(reader, wanted, params), **others}
 
 
-def choose_checkpoint(path: Path, step: int | None) -> tuple[CheckpointReader, int]:
+def read_averages(reader: CheckpointReader, step: int, params: Sequence[str]) -> Arrays:
+    """Read the moving averages of parameters, by the paths of the parameters."""
+    names = {f"{EMA}.{path}": path for path in params}
+    if not set(names) <= set(reader.shapes(step).get("optimizer", {})):
+        raise UserError(
+            f"the run in {reader.folder.parent} keeps no moving average of its weights",
+            fix=f"leave out ema, or train with {Setting('training.ema_decay', 0.999)}",
+        )
+    found = reader.read(step, {"optimizer": list(names)})["optimizer"]
+    return {names[name]: array for name, array in found.items()}
+
+
+def choose_checkpoint(
+    path: Path, step: int | None, which: Which = "last"
+) -> tuple[CheckpointReader, int]:
     """Return a reader of the checkpoints of a run, and the step of the one that is wanted.
 
     Args:
         path: a run folder, its checkpoint folder, or a single checkpoint.
         step: which checkpoint; the newest by default.
+        which: instead of a number: last, or best, the one with the lowest evaluation loss.
     """
     folder, named = find_store(path)
     if step is not None:
         check_count("step", step, least=0)
     reader = CheckpointReader(folder)
+    if which not in get_args(Which):
+        raise UserError(f"which={which!r} is not known", fix='write which="best" or "last"')
+    if which == "best":
+        step = _best(reader, step if step is not None else named)
     wanted = step if step is not None else named if named is not None else reader.latest()
     if wanted is None or wanted not in reader.steps():
         raise UserError(
@@ -90,9 +125,31 @@ def choose_checkpoint(path: Path, step: int | None) -> tuple[CheckpointReader, i
     return reader, wanted
 
 
+def _best(reader: CheckpointReader, step: int | None) -> int:
+    if step is not None:
+        raise UserError(
+            f'which="best" and the checkpoint of step {step} are both asked for',
+            fix="write one of the two",
+        )
+    best = reader.best()
+    if best is None:
+        raise UserError(
+            f"no checkpoint in {reader.folder} has an evaluation loss",
+            why="the best checkpoint is the one with the lowest, evaluated when it was saved",
+            fix=f"evaluate as often as you save: {Setting('training.eval_every', 100)}, "
+            f"{Setting('checkpoint.every', 100)}",
+        )
+    return best
+
+
 @also_called(update="step")
 def export_safetensors(
-    run: str | Path | Trained, out: str | Path, *, step: int | None = None
+    run: str | Path | Trained,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    which: Which = "last",
+    ema: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """Write the parameters and statistics of a trained model to a safetensors file.
 
@@ -100,6 +157,8 @@ def export_safetensors(
         run: a run folder, its checkpoint folder, a single checkpoint, or the result of a `fit`.
         out: the file to write.
         step: which checkpoint of a folder; the newest by default.
+        which: instead of a number: last, or best, the one with the lowest evaluation loss.
+        ema: write the moving average of the parameters; of a result, give `FitResult.averaged`.
 
     Returns:
         The shapes of its arrays by canonical path.
@@ -122,7 +181,7 @@ def export_safetensors(
     if not hasattr(run, "host_arrays"):
         run = check_path("run", run)
     if isinstance(run, str | Path):
-        params = read_params(run, step=step, statistics=True)
+        params = read_params(run, step=step, which=which, ema=ema, statistics=True)
     else:
         params = run.host_arrays()
     try:

@@ -27,6 +27,7 @@ class CheckpointMetadata:
         processes: number of processes that wrote it.
         skipped: steps that were skipped because they were not finite.
         left_out: the batches left out when the run went back, as the first and the last of each.
+        training: what a run from Python trains: a digest of its loss, and its optimizer's settings.
         format: checkpoint format.
     """
 
@@ -41,4 +42,5 @@ class CheckpointMetadata:
     processes: int = 1
     skipped: int = 0
     left_out: Sequence[Sequence[int]] = field(default_factory=list)
+    training: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT

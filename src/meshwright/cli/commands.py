@@ -187,6 +187,8 @@ COMMANDS = {
             "outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
             flags=(
                 Flag("--step", "which checkpoint (default: the newest)", "N", formerly="--update"),
+                Flag("--which", "best, with the lowest evaluation loss, or last", "NAME"),
+                Flag("--ema", "the moving average of the weights (training.ema_decay)"),
                 Flag("--to", "hf writes a Hugging Face folder", "FORMAT"),
                 Flag(
                     "--dtype", "number format of the folder's weights: float32, bfloat16, …", "NAME"

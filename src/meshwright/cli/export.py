@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from typing import Any
 
 from meshwright.checkpoint import export_safetensors
 from meshwright.cli.arguments import Arguments
@@ -21,9 +22,9 @@ def run(arguments: Arguments, output: Output) -> int:
     if arguments.has("--dtype"):
         raise UserError("--dtype is for folders", fix="write --to hf FOLDER too")
     words = arguments.words("a run", "a file", example=f"{_RUN} model.safetensors")
-    step = _step(arguments)
+    chosen = _chosen(arguments)
     with activity(f"writing {words[1]}"):
-        shapes = export_safetensors(*words, step=step)
+        shapes = export_safetensors(*words, **chosen)
     count = sum(math.prod(shape) for shape in shapes.values())
     if output.as_json:
         listed = {name: list(shape) for name, shape in shapes.items()}
@@ -40,9 +41,9 @@ def _to_hf(arguments: Arguments, output: Output) -> int:
     words = arguments.words("a run", "a folder", example=f"{_RUN} --to hf FOLDER")
     from meshwright.trainer.trained.export_hf import export_hf
 
-    dtype, step = arguments.flags.get("--dtype"), _step(arguments)
+    dtype, chosen = arguments.flags.get("--dtype"), _chosen(arguments)
     with activity(f"writing {words[1]}"):
-        exported = export_hf(*words, step=step, dtype=dtype)
+        exported = export_hf(*words, dtype=dtype, **chosen)
     assert exported is not None, "one process exports"
     if output.as_json:
         output.result({**asdict(exported), "folder": words[1]})
@@ -54,10 +55,13 @@ def _to_hf(arguments: Arguments, output: Output) -> int:
     return ExitCode.DONE
 
 
-def _step(arguments: Arguments) -> int | None:
+def _chosen(arguments: Arguments) -> dict[str, Any]:
+    """Return which checkpoint to export, and whether its averages."""
     text = arguments.flags.get("--step")
-    if text is None:
-        return None
-    if not text.isdecimal():
+    if text is not None and not text.isdecimal():
         raise UserError(f"--step {text} is not a number", fix="write --step 100")
-    return int(text)
+    return {
+        "step": None if text is None else int(text),
+        "which": arguments.flags.get("--which", "last"),
+        "ema": arguments.has("--ema"),
+    }

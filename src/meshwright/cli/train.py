@@ -28,7 +28,7 @@ from meshwright.trainer import FitResult
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_dir import claimed_folder
 from meshwright.trainer.starting.resume import find_resume_point
-from meshwright.trainer.starting.run_warnings import schedule_warnings
+from meshwright.trainer.starting.run_warnings import fitting_warmup, schedule_warnings
 
 
 def run(request: Request) -> int:
@@ -53,7 +53,15 @@ def _run_folder(request: Request) -> Generator[Path]:
 
 
 def _train(request: Request, folder: Path) -> int:
+    point = find_resume_point(request.config.resume, folder)
+    config, said = fitting_warmup(
+        request.config,
+        chosen_keys(request.config, request.composed),
+        None if point is None else point.metadata,
+    )
+    request = replace(request, config=config)
     trainer = request.trainer(folder)
+    trainer.defaults = replace(trainer.defaults, warnings=[*trainer.defaults.warnings, *said])
     # Mistakes in the model, the task or the data show here, before a file is written.
     _, assembled = assemble_first(trainer)
     trainer.defaults = _with_request(trainer.defaults, request, assembled)

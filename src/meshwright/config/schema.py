@@ -152,6 +152,9 @@ class TrainingConfig(Frozen):
         eval_batches: the most batches per evaluation; null evaluates on every sample once.
         eval_loss: a loss for evaluations instead of the task's, as ``package.module:function`` of a
             model and a batch.
+        ema_decay: keep a moving average of the weights, of which each step keeps this share, such
+            as 0.999; null keeps none.
+        eval_ema: whether evaluations during training are of that average.
         early_stopping_patience: how many evaluations without a better loss end the run.
         early_stopping_min_delta: how much lower a loss must be to count as better.
         callbacks: your callbacks, each as ``package.module:Class``, created without arguments.
@@ -174,6 +177,8 @@ class TrainingConfig(Frozen):
     eval_every: Count | None = None
     eval_batches: Count | None = None
     eval_loss: str | None = None
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    eval_ema: bool = False
     early_stopping_patience: Count | None = None
     early_stopping_min_delta: float = Field(default=0.0, ge=0)
     callbacks: tuple[str, ...] = ()

@@ -35,9 +35,11 @@ from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing
 from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, to_spec
+from meshwright.step.average import no_average
 from meshwright.step.initial_state import draw_leaves, start_from
+from meshwright.step.loss_warnings import broadcast_by_mistake, changes_with_microbatches
 from meshwright.step.place_batch import place_batch
-from meshwright.step.state import TrainState
+from meshwright.step.state import TrainState, copied
 from meshwright.step.step_program import (
     StepProgram,
     decide_program,
@@ -164,6 +166,19 @@ class Assembled:
         set_eval_mode(model)
         return model
 
+    def snapshot(self, state: TrainState) -> Model:
+        """Return the model of a state with arrays of its own, which no later step donates."""
+        params, others = copied((state.params, state.model_state))
+        return self.model(replace(state, params=params, model_state=others))
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Return the state with the moving average of its parameters in their place."""
+        if not self.step.optimizer.averages:
+            raise no_average()
+        shardings: Any = self.step.shardings.state.params
+        average = jax.jit(self.step.optimizer.average, out_shardings=shardings)
+        return replace(state, params=average(state.optimizer))
+
     def put_batch(self, batch: Batch) -> list[Any]:
         """Place the leaves of a host batch on the mesh."""
         return place_batch(batch, self.step.shardings.batch, self.plan.batch.global_batch_size)
@@ -217,8 +232,10 @@ def assemble(
         program = step_program(loss, model_leaves, micro, plan)
     local_program = per_device_program(loss, model_leaves, micro, plan, mesh)
     traced = program.traced
-    remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
+    remarks = [*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan)]
+    remarks += broadcast_by_mistake(traced)
     decision = decide_program(program, plan, mesh)
+    remarks += changes_with_microbatches(loss, model_leaves, micro, plan, decision.classes)
     make_step = functools.partial(
         _step,
         program,
@@ -231,10 +248,20 @@ def assemble(
     )
     step = make_step(optimizer=optimizer, wide=wide)
     report = None if step.pipeline is None else pipeline_report(step.pipeline)
-    remarks = (*remarks, *(report.warnings if report else ()), *decision.ignored)
+    remarks += [*(report.warnings if report else ()), *decision.ignored]
     tree = jax.tree.structure(batch)
     return Assembled(
-        step, model_leaves, traced, decision, plan, mesh, remarks, report, tree, model, make_step
+        step,
+        model_leaves,
+        traced,
+        decision,
+        plan,
+        mesh,
+        tuple(remarks),
+        report,
+        tree,
+        model,
+        make_step,
     )
 
 

@@ -18,6 +18,7 @@ from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.runtime.user_code import add_note, users_frames
 from meshwright.sharding.placement import Placement, Reason, add_fsdp, add_pipe
+from meshwright.step.average import EMA
 from meshwright.step.objective import Objective, runs_without_loss
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
@@ -144,6 +145,16 @@ class FlatOptimizer:
             else:
                 changed, state = update(*arguments, **extra)
         return self._flat(changed), jax.tree.leaves(state)
+
+    @property
+    def averages(self) -> bool:
+        """Whether the state has a moving average of the parameters."""
+        return any(path.startswith(f"{EMA}.") for path, _ in self._state)
+
+    def average(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the averages in the optimizer's leaves, as parameters."""
+        averages = self._flat(jax.tree.unflatten(self._treedef, leaves).ema)
+        return [a.astype(p.leaf.dtype) for a, p in zip(averages, self._params, strict=True)]
 
     def _initial(self, params: Sequence[Any]) -> Any:
         return self._transformation.init(self._tree(params))

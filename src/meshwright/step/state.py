@@ -84,6 +84,11 @@ class LossScale:
         )
 
 
+def copied(tree: Any) -> Any:
+    """Return arrays that stay alive when a step donates these."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), tree)
+
+
 def all_finite(tree: object) -> Array:
     """Whether every element of every floating leaf is finite."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]

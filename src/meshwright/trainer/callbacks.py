@@ -41,11 +41,19 @@ class CallbackContext:
         """The model after `step` steps, as the user wrote it.
 
         It is made when it is asked for, and holds the arrays of the run: the next step reuses
-        their memory, so copy what has to outlive the call.
+        their memory, so take a `snapshot` of what has to outlive the call.
         """
+        return self._assembled.model(self._current)
+
+    def snapshot(self) -> Any:
+        """Return the model with arrays of its own, sharded like the run's, which stay alive."""
+        return self._assembled.snapshot(self._current)
+
+    @property
+    def _current(self) -> TrainState:
         if self._state is None:
             raise RuntimeError("the model can be read during training only")
-        return self._assembled.model(self._state)
+        return self._state
 
     @property
     def learning_rate(self) -> float | None:
@@ -119,13 +127,13 @@ class EarlyStopping(Callback):
         check_count("patience", patience)
         check_kind("min_delta", min_delta, (int, float), "write a number, such as min_delta=0.01")
         check_kind("metric", metric, str, 'write the name of a metric, such as "loss"')
-        self._patience, self._min_delta, self._metric = patience, min_delta, metric
+        self._patience, self._min_delta, self.metric = patience, min_delta, metric
         self._best = math.inf
         self._bad_evaluations = 0
 
     def on_eval(self, step: int, values: Values) -> None:
         """Compare with the best loss so far; one that is not finite does not count as better."""
-        value = values[self._metric]
+        value = values[self.metric]
         if value < self._best - self._min_delta:
             self._best, self._bad_evaluations = value, 0
         else:
@@ -133,16 +141,17 @@ class EarlyStopping(Callback):
 
     def on_recall(self, step: int, values: Values) -> None:
         """Count it like any other, so that a resumed run stops when an unbroken one would."""
-        if self._metric in values:
+        if self.metric in values:
             self.on_eval(step, values)
 
     def should_stop(self) -> str:
         """Return the reason to stop training; empty to continue."""
         if self._bad_evaluations < self._patience:
             return ""
+        below = f" by more than {self._min_delta:g}" if self._min_delta else ""
         return (
-            f"{self._bad_evaluations} evaluations without a {self._metric} below {self._best:.4f}, "
-            "the best so far"
+            f"{self._bad_evaluations} evaluations without a {self.metric} below {self._best:.4f}, "
+            f"the best so far{below}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -175,11 +175,19 @@ class RunMetadata:
         seed: its seed.
         plan: its plan.
         progress: its progress.
+        training: what it trains; see `CheckpointMetadata`.
     """
 
-    def __init__(self, asked: FitSettings, seed: int, plan: Plan, progress: Progress) -> None:
+    def __init__(
+        self,
+        asked: FitSettings,
+        seed: int,
+        plan: Plan,
+        progress: Progress,
+        training: Mapping[str, Any],
+    ) -> None:
         assert asked.data is not None
-        self._data, self._progress = asked.data, progress
+        self._data, self._progress, self.training = asked.data, progress, training
         self.dataset = asked.data.fingerprint()
         self._fixed = CheckpointMetadata(
             step=0,
@@ -190,6 +198,7 @@ class RunMetadata:
             config=asked.config,
             versions=package_versions(),
             processes=process_count(),
+            training=training,
         )
 
     def at(self, step: int) -> CheckpointMetadata:

@@ -62,7 +62,7 @@ class Loop:
         log_every: steps between two logged steps.
         rate: the learning rate, as a metric.
         context: what callbacks read of the run, and ask for.
-        shares: where the time of a step goes, once it has been profiled.
+        shares: where the time of a step goes, once it has been profiled, until it is logged.
         finite_check: finds steps that are not finite.
         heartbeat: says where the loop is.
     """
@@ -157,6 +157,10 @@ class Loop:
                 self._log(done, metrics | self.rate.of_state(state), progress)
             elif done % self.log_every == 0:
                 to_log = (done, metrics | self.rate.of_state(state))
+            if to_log is not None and self._evaluates(done):
+                # What is measured after a step follows what the step itself gave.
+                self._log(*to_log, progress)
+                to_log, reported = None, True
             reported |= self._evaluate_and_save(state, progress)
             if (reported or self.limits.urgent) and (stop := self._agreed_stop()):
                 progress.stop = stop
@@ -200,7 +204,9 @@ class Loop:
         values |= self.rate.of_step(step - progress.skipped) | self.meter.read(
             progress.step, self.feed.waited
         )
+        # Of the steps that were profiled, and so written once.
         values |= self.shares
+        self.shares = {}
         progress.losses[step] = values["loss"]
         self.context.metrics = values
         self.log.tracker.log("train", step, values)
@@ -212,7 +218,7 @@ class Loop:
     def _evaluate_and_save(self, state: TrainState, progress: Progress) -> bool:
         """Evaluate and save if due, outside the measured time; return whether it evaluated."""
         step, started = progress.step, time.perf_counter()
-        evaluating = self.eval_every is not None and step % self.eval_every == 0
+        evaluating = self._evaluates(step)
         saving = self.context.take_save() | self.checkpointer.due(step)
         if evaluating or saving:
             # What is saved under the number of a step must have all steps up to it.
@@ -227,6 +233,9 @@ class Loop:
         if evaluating or saving:
             self.meter.exclude(time.perf_counter() - started)
         return evaluating
+
+    def _evaluates(self, step: int) -> bool:
+        return self.eval_every is not None and step % self.eval_every == 0
 
     def _evaluate(self, state: TrainState, progress: Progress) -> None:
         if self.evaluator is None or progress.step in progress.eval:

@@ -17,7 +17,7 @@ from meshwright.compiled.memory import MemoryUse
 from meshwright.errors import CheckFailed, EnvironmentProblem
 from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.processes import process_count
-from meshwright.program.trace.traced_loss import Loss
+from meshwright.program.trace.traced_loss import Loss, trace_loss
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
@@ -129,6 +129,10 @@ class Programs:
         """The shapes of a microbatch, nested as batches are."""
         leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.assembled.traced.batch]
         return jax.tree.unflatten(self.assembled.batch_tree, leaves)
+
+    def evaluated_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that evaluations compute, besides the loss."""
+        return trace_loss(self.loss, self.assembled.model_leaves, self.batch_like).metric_names
 
     def step(self, batch: Any, compile_it: Callable[[], CompiledStep]) -> CompiledStep:
         """Return the step, compiled for batches of this shape."""

@@ -30,7 +30,7 @@ from meshwright.trainer.fit_settings import (
 )
 from meshwright.trainer.from_config import read_config
 from meshwright.trainer.programs import Programs
-from meshwright.trainer.starting.continuing import Memory, raise_interrupted, restored_result
+from meshwright.trainer.starting.continuing import raise_interrupted, restored_result
 from meshwright.trainer.starting.given_data import (
     batches_by_step,
     first_batch,
@@ -47,8 +47,9 @@ from meshwright.trainer.starting.planning import (
 from meshwright.trainer.starting.resume import find_resume_point
 from meshwright.trainer.starting.run_warnings import warn_of_end
 from meshwright.trainer.starting.start import find_start
+from meshwright.trainer.stepping import SteppingTrainer
 from meshwright.trainer.trained.fit_result import FitResult
-from meshwright.trainer.trainer_settings import TrainerSettings, places_unknown
+from meshwright.trainer.trainer_settings import places_unknown
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.trees import Batch, resize_batch
 
@@ -57,7 +58,7 @@ _POLICY = ("on_nonfinite", "max_skipped", "max_rewinds")
 
 @places_unknown
 @dataclass(kw_only=True)
-class Trainer(TrainerSettings):
+class Trainer(SteppingTrainer):
     """Trains a Flax NNX model on any mesh of devices.
 
     Attributes:
@@ -80,6 +81,9 @@ class Trainer(TrainerSettings):
         pipeline: the schedule of a mesh with pipeline stages: its name, such as ``"zb_h1"``, a
             mapping, or a `PipelineConfig`.
         trainable: NNX filter of what is trained.
+        ema_decay: keep a moving average of the weights, of which each step keeps this share;
+            None keeps none. `FitResult.averaged` and ``ema=True`` read it.
+        eval_ema: whether evaluations during training are of that average.
         weights: a Hugging Face folder whose weights training starts from; by default that of a
             model from `hf_model`, which takes no other.
         init_from: a run or a checkpoint whose parameters training starts from.
@@ -98,10 +102,6 @@ class Trainer(TrainerSettings):
         compilation_cache: whether this process keeps compiled programs on disk for later ones, or
             a folder for them; by default on accelerators, in the user's cache folder.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._memory = Memory()
 
     @classmethod
     def from_config(cls, config: Config, *, run_dir: str | Path | None = None) -> Self:
@@ -177,11 +177,6 @@ class Trainer(TrainerSettings):
         )
         return self._fit(asked, data, batch_size, eval_data, assembled)
 
-    @property
-    def result(self) -> FitResult | None:
-        """The result of the last `fit`, also if a signal ended it; None before the first."""
-        return self._memory.result
-
     def evaluate(
         self,
         data: Any,
@@ -225,7 +220,7 @@ class Trainer(TrainerSettings):
         return assemble(
             model_source(self.model, self.loss, lambda: batch),
             self.loss,
-            self.optimizer,
+            self.whole_optimizer,
             self._plan(batch),
             batch,
             clip_norm=self.clip_norm,
@@ -276,7 +271,7 @@ class Trainer(TrainerSettings):
             self.loss,
             self._plan(first),
             lambda step: read_batch(batches(step)),
-            optimizer=self.optimizer,
+            optimizer=self.whole_optimizer,
             steps=steps,
             clip_norm=self.clip_norm,
             seed=self.seed,
@@ -298,7 +293,7 @@ class Trainer(TrainerSettings):
         )
 
     def _trained(self, of: FitResult | str | Path | None, data: Any) -> FitResult:
-        given = self.result if of is None else of
+        given = self._last() if of is None else of
         if given is None:
             raise UserError(
                 "there is no trained model yet",
@@ -321,6 +316,7 @@ class Trainer(TrainerSettings):
         assembled: Assembled | None,
     ) -> FitResult:
         check_assembled(assembled)
+        self._settle()
         asked, first = read_fit_data(self, self._memory, asked, data, batch_size, eval_data)
         if asked.resume == "never":
             self._memory.result = None

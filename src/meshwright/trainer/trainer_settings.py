@@ -45,6 +45,7 @@ from meshwright.inputs.user_model import UserModel
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.step.average import check_decay, with_average
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.incidents.not_finite import check_policy
 from meshwright.weights.hf_model import check_one_folder
@@ -73,6 +74,8 @@ class TrainerSettings:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     pipeline: PipelineConfig | Mapping[str, Any] | str = field(default_factory=PipelineConfig)
     trainable: Filter = nnx.Param
+    ema_decay: float | None = None
+    eval_ema: bool = False
     weights: str | Path | None = None
     init_from: str | Path | None = None
     init_patterns: Sequence[str] | None = None
@@ -99,6 +102,8 @@ class TrainerSettings:
         check_count("log_every", self.log_every)
         check_clip_norm(self.clip_norm)
         check_trainable(self.trainable)
+        check_decay(self.ema_decay)
+        check_kind("eval_ema", self.eval_ema, bool, "write True or False")
         check_policy(self.on_nonfinite, self.max_skipped, self.max_rewinds)
         check_devices(self.devices)
         check_kind(
@@ -109,6 +114,11 @@ class TrainerSettings:
         if self.compilation_cache is not None and not isinstance(self.compilation_cache, bool):
             check_path("compilation_cache", self.compilation_cache)
         read_pipeline(self.pipeline)
+
+    @property
+    def whole_optimizer(self) -> optax.GradientTransformation:
+        """The optimizer, with the moving average of the weights if one is kept."""
+        return with_average(self.optimizer, self.ema_decay)
 
     @property
     def guarded(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,19 @@ from typing import Any
 import yaml
 
 from meshwright.data.document_marks import named_ends
-from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, first_line
+from meshwright.errors import (
+    ANY,
+    NotFinite,
+    OutOfMemory,
+    Setting,
+    UserError,
+    did_you_mean,
+    first_line,
+)
 from meshwright.plan import unused_pipeline
 from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
-from meshwright.processes import barrier, process_count
+from meshwright.processes import barrier, broadcast, process_count
 from meshwright.processes.handshake import compare_processes
 from meshwright.processes.library_messages import is_lost_peer
 from meshwright.profile import NoProfiling, Profiling
@@ -56,7 +65,8 @@ from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
 from meshwright.trainer.starting.resume import ResumePoint, check_newest
-from meshwright.trainer.starting.run_warnings import repeated_samples
+from meshwright.trainer.starting.run_warnings import no_rate_left, repeated_samples, wrong_indices
+from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.text_sample import generate_sample
@@ -97,15 +107,15 @@ class TrainingRun:
         self._callbacks = Callbacks(asked.callbacks, self._context)
         # A folder that cannot be read is refused before training.
         self._ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
-        _check_early_stopping(asked)
+        _check_early_stopping(asked, programs)
         check_tracking(asked.tracking, self._run_dir)
         self._steps = self._count_steps()
         self._evaluator = self._make_evaluator()
         self._progress = Progress()
-        self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress)
-        self._restoring = Restoring(
-            start, asked, self._assembled, self._form, self._metadata.dataset
-        )
+        kept = asked.run_dir is not None or start.point is not None
+        training = broadcast(training_facts(trainer, self._assembled)) if kept else {}
+        self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress, training)
+        self._restoring = Restoring(start, asked, self._assembled, self._form, self._metadata)
         _check_rewinding(trainer.on_nonfinite, asked)
         self._warnings = [
             *asked.warnings,
@@ -113,6 +123,8 @@ class TrainingRun:
             *start.remarks,
             *self._restoring.check(),
             *self._check_samples(),
+            *wrong_indices(self._assembled, batch),
+            *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
         ]
 
@@ -295,10 +307,7 @@ class TrainingRun:
             data=self._data,
             batch_size=batch_size,
         )
-        rate = LearningRate(
-            asked.recipe.learning_rate if asked.recipe else find_schedule(trainer.optimizer),
-            self._assembled.step.optimizer.leaves,
-        )
+        rate = LearningRate(self._schedule, self._assembled.step.optimizer.leaves)
         return Loop(
             step=compiled.run,
             feed=feed,
@@ -331,9 +340,10 @@ class TrainingRun:
         )
 
     def _make_evaluator(self) -> Evaluator | None:
-        if self._asked.eval_data is None:
+        asked, ema = self._asked, self._trainer.eval_ema
+        if asked.eval_data is None:
             return None
-        evaluator = Evaluator(self._programs, self._asked.eval_data, limit=self._asked.eval_batches)
+        evaluator = Evaluator(self._programs, asked.eval_data, limit=asked.eval_batches, ema=ema)
         evaluator.check()
         return evaluator
 
@@ -341,6 +351,11 @@ class TrainingRun:
         if not self._asked.profile or self._run_dir is None:
             return NoProfiling()
         return Profiling(self._run_dir / "trace", self._assembled.mesh, compiled.text)
+
+    @cached_property
+    def _schedule(self) -> Callable[[int], Any] | None:
+        recipe = self._asked.recipe
+        return recipe.learning_rate if recipe else find_schedule(self._trainer.optimizer)
 
     @cached_property
     def _advice(self) -> MemoryAdvice:
@@ -374,8 +389,9 @@ def _check_rewinding(on_nonfinite: str, asked: FitSettings) -> None:
     )
 
 
-def _check_early_stopping(asked: FitSettings) -> None:
-    if not any(isinstance(callback, EarlyStopping) for callback in asked.callbacks):
+def _check_early_stopping(asked: FitSettings, programs: Programs) -> None:
+    watched = {each.metric for each in asked.callbacks if isinstance(each, EarlyStopping)}
+    if not watched:
         return
     if asked.eval_data is None:
         raise UserError(
@@ -388,6 +404,14 @@ def _check_early_stopping(asked: FitSettings) -> None:
             "early stopping counts evaluations, and there is only one, at the end",
             why=f"{Setting('training.eval_every')} is not set",
             fix=f"write {Setting('training.eval_every', ANY)} too",
+        )
+    names = ["loss"] if watched == {"loss"} else ["loss", *programs.evaluated_metrics()]
+    for metric in sorted(watched.difference(names)):
+        raise UserError(
+            f"early stopping watches {metric!r}, which evaluations do not have",
+            why=f"they have {', '.join(names)}",
+            fix=did_you_mean(metric, names)
+            or f'return it with the loss: return loss, {{"{metric}": …}}',
         )
 
 

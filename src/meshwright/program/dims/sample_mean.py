@@ -53,6 +53,26 @@ def check_mean(
             )
 
 
+def has_weight(classes: DimClasses) -> bool:
+    """Whether a loss is divided by a weight that is a sum over samples, as in `mw.Weighted`."""
+    return ProgramPair(classes, classes).outputs(2)[1].kind == "sum"
+
+
+def mean_problem(first: DimClasses, second: DimClasses) -> MixedSamplesError | None:
+    """Return why a loss is no mean over samples; None if it is one, or a ratio of sums over them.
+
+    Args:
+        first: the loss of some samples.
+        second: the same loss of another number of samples.
+    """
+    total, weight = ProgramPair(first, second).outputs(2)[:2]
+    if error := total.error or weight.error:
+        return error
+    if same_factor(total.factor, weight.factor):
+        return None
+    return MixedSamplesError("it is a sum over samples that is not divided by their number")
+
+
 def _refusal(name: str, error: MixedSamplesError) -> UserError:
     if error.module:
         return UserError(

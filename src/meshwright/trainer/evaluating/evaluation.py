@@ -19,6 +19,7 @@ from meshwright.errors import UserError
 from meshwright.planner.fit.out_of_memory import MemoryAdvice
 from meshwright.runtime.activity import activity
 from meshwright.runtime.heartbeat import own_heartbeat
+from meshwright.step.average import no_average
 from meshwright.step.state import TrainState
 from meshwright.trainer.evaluating.every_sample import EverySample, no_data
 from meshwright.trainer.programs import Programs
@@ -41,10 +42,15 @@ class Evaluator:
         data: held-out samples, the same in every evaluation.
         limit: the most batches one evaluation uses, each as large as a training batch; None for
             all samples.
+        ema: evaluate the moving average of the parameters instead.
     """
 
-    def __init__(self, programs: Programs, data: Data, *, limit: int | None) -> None:
-        self._programs = programs
+    def __init__(
+        self, programs: Programs, data: Data, *, limit: int | None, ema: bool = False
+    ) -> None:
+        self._programs, self._ema = programs, ema
+        if ema and not programs.assembled.step.optimizer.averages:
+            raise no_average()
         self.samples = EverySample(programs.assembled, data, limit=limit)
         self._first = self.samples.first()
 
@@ -60,6 +66,7 @@ class Evaluator:
         with ExitStack() as stack:
             advice = MemoryAdvice(assembled).during(lambda: "evaluating", trains=False)
             stack.enter_context(advice)
+            state = assembled.averaged(state) if self._ema else state
             leaves, report = assembled.step.leaf_values(state), None
             for batch in self.samples:
                 heartbeat.tick()

@@ -22,6 +22,7 @@ from meshwright.config.argument_checks import check_path
 from meshwright.errors import UserError, first_line
 from meshwright.plan import Plan
 from meshwright.processes import broadcast, is_main
+from meshwright.program.evaluate.index_ranges import indices_out_of_range
 from meshwright.runtime.other_names import with_current_keys
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm, Snapshot
@@ -30,6 +31,7 @@ from meshwright.trainer.incidents.not_finite import BadStep, StepValues
 INCIDENTS = "incidents"
 RECORD, BATCH = "record.json", "batch.npz"
 FORMAT = 2
+SHOWN_INDICES = 3
 MAX_RECORDS = 3
 """Records of one run; each holds a whole training state."""
 
@@ -89,7 +91,7 @@ class FlightRecorder:
         refused = broadcast(_room(self._folder, path) if is_main() else "")
         if refused:
             return None, refused
-        leaves = self._fetch(incident.batch)
+        leaves = self.fetch(incident.batch)
         beside = path.with_name(f".{path.name}.new")
         problem = broadcast(self._try_files(beside, incident, leaves) if is_main() else "")
         if not problem:
@@ -97,11 +99,17 @@ class FlightRecorder:
         problem = broadcast(_finish(beside, path, problem) if is_main() else "")
         return (None, f"no record: {problem}") if problem else (path, "")
 
-    def _fetch(self, batch: Sequence[Any]) -> list[NDArray[Any]]:
+    def fetch(self, batch: Sequence[Any]) -> list[NDArray[Any]]:
         """Return the whole batch in every process."""
         whole = NamedSharding(self._assembled.mesh, PartitionSpec())
         copied = jax.jit(lambda leaves: leaves, out_shardings=whole)(list(batch))
         return [np.asarray(leaf.addressable_data(0)) for leaf in copied]
+
+    def indices(self, batch: Sequence[Any], *, negative: bool) -> str:
+        """Say which indices of a batch are out of range; empty if none is."""
+        traced = self._assembled.traced
+        found = indices_out_of_range(traced.closed, self.fetch(batch), negative=negative)
+        return "; ".join(each.text(traced.batch[each.leaf].path) for each in found[:SHOWN_INDICES])
 
     def _try_files(self, folder: Path, incident: Incident, leaves: Sequence[NDArray[Any]]) -> str:
         """Write everything but the state, in the main process; return what went wrong."""

@@ -87,6 +87,7 @@ def bad_step_error(
     batch: str = "",
     limit: str = "",
     fix: str = "",
+    indices: str = "",
 ) -> NotFinite:
     """Return the error that ends a run.
 
@@ -96,8 +97,11 @@ def bad_step_error(
         batch: which batch it was.
         limit: why the run does not continue without it.
         fix: what to do next; smaller steps by default.
+        indices: which index of the batch is out of range.
     """
-    if not math.isfinite(values.loss) and values.step == 1:
+    if indices:
+        why, fix = indices, "correct the data, or give the model as many rows as it is asked for"
+    elif not math.isfinite(values.loss) and values.step == 1:
         why = "it is not finite on the first batch: the model or the data has a value that is not"
         why += " finite"
         fix = fix or "check the data and the loss on one sample"

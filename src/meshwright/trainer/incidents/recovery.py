@@ -113,10 +113,12 @@ class Recovery:
         kept = f"record: {record}" if record else remark
         if action == "stop":
             self._log(bad, f"{where}; {kept}", "stop", record, number, samples)
-            raise self._stop(bad, state, progress, where, limit, record, good=good)
+            # Later, an index below zero is one that the loss has always masked.
+            indices = self._recorder.indices(batch, negative=step == 1)
+            raise self._stop(bad, state, progress, where, limit, record, indices, good=good)
         if action == "skip":
             done = self._skip(step, progress)
-            state = replace(state, halted=_cleared(state.halted))
+            state = replace(state, halted=cleared(state.halted))
         else:
             state, done = self._go_back(number, progress)
         self._log(bad, f"{where}; {done}; {kept}", action, record, number, samples)
@@ -166,6 +168,7 @@ class Recovery:
         where: str,
         limit: str,
         record: Path | None,
+        indices: str,
         *,
         good: bool,
     ) -> NotFinite:
@@ -179,6 +182,7 @@ class Recovery:
             batch=where,
             limit="" if self._trainer.on_nonfinite == "stop" and good else limit,
             fix=_next_steps(record or self._record, self._trainer.on_nonfinite),
+            indices=indices,
         )
 
     def _samples(self, number: int) -> list[int] | None:
@@ -210,7 +214,7 @@ class Recovery:
         )
 
 
-def _cleared(halted: Any) -> Any:
+def cleared(halted: Any) -> Any:
     """Return a cleared flag in place of one that says that a step was not finite."""
     return jax.make_array_from_callback((), halted.sharding, lambda _: np.zeros((), bool))
 

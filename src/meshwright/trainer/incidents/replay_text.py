@@ -47,6 +47,7 @@ class Replay:
         reproduced: whether it is not finite again.
         where: what it ran on.
         bad_arrays: the arrays of the batch that are not finite.
+        indices: the indices of the batch that are out of range, as sentences.
         origin: where values stop being finite; None if no single equation could be found.
         responsible: the samples that it comes from.
         numbered: whether samples are numbered as the data have them, or by their row in the batch.
@@ -65,6 +66,7 @@ class Replay:
     responsible: Responsible | None
     numbered: bool
     update = formerly("step")
+    indices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return a few lines for a terminal."""
@@ -72,6 +74,7 @@ class Replay:
             [
                 f"step {self.step}, batch {self.batch}, on {self.where}",
                 *_batch_lines(self),
+                *(f"out of range: {each}" for each in self.indices),
                 _verdict(self),
                 *_origin_lines(self),
                 *_sample_lines(self),
@@ -93,6 +96,7 @@ class Replay:
                 "loss_bit_equal": self.same_bits,
                 "grad_norm": {"recorded": self.grad_norm[0], "now": self.grad_norm[1]},
                 "bad_arrays": [asdict(each) for each in self.bad_arrays],
+                "indices_out_of_range": list(self.indices),
                 "first": None if first is None else _origin_json(first),
                 "then": None if origin is None or origin is first else _origin_json(origin),
                 "samples": None if self.responsible is None else asdict(self.responsible),

@@ -12,7 +12,7 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.plan import Plan
 from meshwright.runtime.interrupt import PREEMPTIONS, stop_text
 from meshwright.step.canonical import CanonicalForm
-from meshwright.step.state import TrainState
+from meshwright.step.state import TrainState, copied
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.run_progress import Stop, StopReason
 from meshwright.trainer.starting.resume import ResumePoint, check_fits, restore
@@ -56,9 +56,7 @@ def continued_state(result: FitResult, programs: Programs) -> TrainState:
     It is a copy because the step donates its state, and the result keeps its own.
     """
     if result.assembled is programs.assembled:
-        return jax.tree.map(
-            lambda array: jax.device_put(array, array.sharding, may_alias=False), result.state
-        )
+        return copied(result.state)
     before, after = result.programs.form, programs.form
     _check_same(before, after)
     shardings = jax.tree.map(lambda struct: struct.sharding, after.structs)

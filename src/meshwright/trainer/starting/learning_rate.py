@@ -57,9 +57,11 @@ def rate_at(schedule: Callable[[int], Any], done: int) -> float:
 def find_schedule(optimizer: Any) -> Callable[[int], Any] | None:
     """Return the schedule of the learning rate by step; None if there is no single one.
 
-    Optax keeps it in the closure of `optax.scale_by_learning_rate`.
+    Optax keeps it in the closure of `optax.scale_by_learning_rate`, and a constant rate as the
+    negative step size of the only `optax.scale`.
     """
     schedules: dict[int, Callable[[int], Any]] = {}
+    scales: list[Any] = []
     for function in _functions(optimizer, set(), 0):
         name = function.__qualname__
         if name.startswith(_OTHER_COUNT):
@@ -68,6 +70,11 @@ def find_schedule(optimizer: Any) -> Callable[[int], Any] | None:
             schedule = inspect.getclosurevars(function).nonlocals.get("learning_rate")
             if callable(schedule):
                 schedules[id(schedule)] = schedule
+        elif name.startswith("scale.") and name.endswith(".update_fn"):
+            scales.append(inspect.getclosurevars(function).nonlocals.get("step_size"))
+    if not schedules and len(scales) == 1 and isinstance(scales[0], int | float) and scales[0] < 0:
+        constant = -float(scales[0])
+        return lambda _: constant
     return next(iter(schedules.values())) if len(schedules) == 1 else None
 
 

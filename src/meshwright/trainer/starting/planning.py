@@ -121,7 +121,7 @@ def estimator_for(settings: TrainerSettings, batch: Batch) -> Estimator:
     return Estimator(
         model_source(settings.model, settings.loss, lambda: batch),
         settings.loss,
-        settings.optimizer,
+        settings.whole_optimizer,
         batch,
         trainable=settings.trainable,
         precision=planned.precision,

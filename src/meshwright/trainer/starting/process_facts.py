@@ -67,6 +67,7 @@ def _python_settings(trainer: TrainerSettings) -> Facts:
         "loss": comparable(trainer.loss),
         "eval_loss": comparable(trainer.eval_loss),
         "clip_norm": trainer.clip_norm,
+        "ema_decay": trainer.ema_decay,
     }
 
 

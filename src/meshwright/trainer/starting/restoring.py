@@ -15,6 +15,7 @@ from meshwright.step.state import TrainState
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.batch_loader import count_batches
 from meshwright.trainer.callbacks import Callbacks
+from meshwright.trainer.checkpointer import RunMetadata
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_progress import Progress
 from meshwright.trainer.starting.resume import (
@@ -27,6 +28,11 @@ from meshwright.trainer.starting.resume import (
     set_damaged_aside,
 )
 from meshwright.trainer.starting.run_warnings import other_microbatches
+from meshwright.trainer.starting.same_training import (
+    loss_changes,
+    not_compared,
+    training_changes,
+)
 from meshwright.trainer.starting.start import Start
 
 
@@ -38,7 +44,7 @@ class Restoring:
         asked: how it is trained.
         assembled: the step.
         form: the canonical form of its states.
-        dataset: the fingerprint of the data.
+        metadata: what checkpoints of the run record: its data and what it trains.
 
     Attributes:
         point: the checkpoint that the run resumes from; None for none.
@@ -50,11 +56,11 @@ class Restoring:
         asked: FitSettings,
         assembled: Assembled,
         form: CanonicalForm,
-        dataset: str,
+        metadata: RunMetadata,
     ) -> None:
         self.point = start.point
         self._start, self._asked, self._assembled = start, asked, assembled
-        self._form, self._dataset = form, dataset
+        self._form, self._metadata = form, metadata
 
     @property
     def steps_before(self) -> int:
@@ -71,16 +77,21 @@ class Restoring:
         point, plan = self.point, self._assembled.plan
         if point is None:
             return []
+        check_fits(point, self._form)
+        before, now, config = point.metadata.training, self._metadata.training, self._asked.config
+        from_python = not config and not point.metadata.config
         changes = check_same_run(
             point.metadata,
-            self._asked.config,
-            dataset=self._dataset,
+            config,
+            dataset=self._metadata.dataset,
             global_batch_size=plan.batch.global_batch_size,
             accept=self._asked.checkpoint.accept_changes,
+            others=training_changes(before, now) if from_python and before else (),
         )
-        check_fits(point, self._form)
+        # A config says what changed in it, but not in the code that it names.
+        known = not_compared(before, now) if from_python else loss_changes(before, now)
         leaves = self._assembled.traced.layout.leaves
-        return [*changes, *other_microbatches(point.metadata, plan.batch, leaves)]
+        return [*changes, *known, *other_microbatches(point.metadata, plan.batch, leaves)]
 
     def set_damaged_aside(self) -> list[str]:
         """Rename the damaged checkpoints that were found with the resume point."""

@@ -29,7 +29,16 @@ from meshwright.text.masking import mask_tree
 from meshwright.tracking.run_files import read_metrics
 from meshwright.trainer.run_dir import refuse_locked
 
-FIXED = ("model", "task", "data", "optimizer", "precision", "run.seed", "training.mixed_precision")
+FIXED = (
+    "model",
+    "task",
+    "data",
+    "optimizer",
+    "precision",
+    "run.seed",
+    "training.mixed_precision",
+    "training.ema_decay",
+)
 """Sections of a config that affect results on any mesh; a resumed run must keep them."""
 
 _CHANGEABLE = ("model.mesh_shape", "data.workers", "data.prefetch", "data.cache_dir")
@@ -184,9 +193,10 @@ def check_same_run(
     dataset: str,
     global_batch_size: int,
     accept: bool,
+    others: Sequence[str] = (),
 ) -> list[str]:
     """Return how a run differs from that of its checkpoint; raise unless that is accepted."""
-    changes = config_changes(metadata.config, config)
+    changes = [*config_changes(metadata.config, config), *others]
     if metadata.global_batch_size != global_batch_size:
         changes.append(
             f"the global batch was {metadata.global_batch_size} samples and is {global_batch_size}"

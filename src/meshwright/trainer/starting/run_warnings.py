@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
 
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.batch import Batch
 from meshwright.config.schema import Config
 from meshwright.errors import MeshwrightError, Setting
+from meshwright.program.evaluate.index_ranges import indices_out_of_range
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import Recipe, learning_rate, training_duration
+from meshwright.step.assemble import Assembled
 from meshwright.text.units import counted
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_progress import StopReason
@@ -31,6 +36,13 @@ def repeated_samples(batch_size: int, num_samples: int | None) -> list[str]:
         f"{batch_size / num_samples:.3g} times on average; use a batch of at most {num_samples} to "
         "repeat none"
     ]
+
+
+def wrong_indices(assembled: Assembled, batch: Any) -> list[str]:
+    """Warn if the first batch looks up rows beyond the last, which gives no error on devices."""
+    traced, leaves = assembled.traced, jax.tree.leaves(batch)
+    found = indices_out_of_range(traced.closed, leaves, negative=False)
+    return [each.text(traced.batch[each.leaf].path) for each in found]
 
 
 def other_microbatches(
@@ -78,6 +90,57 @@ def schedule_warnings(
     return [
         *_overridden_steps(config, steps, overrides),
         *(_long_warmup(config, steps, batch_size) if WARMUP in chosen else []),
+    ]
+
+
+def fitting_warmup(
+    config: Config, chosen: Iterable[str], before: CheckpointMetadata | None
+) -> tuple[Config, list[str]]:
+    """Return a config whose default warm-up takes at most a tenth of the run, and what to say.
+
+    A resumed run keeps the warm-up it began with.
+
+    Args:
+        config: the config of the run.
+        chosen: the keys that the user set anywhere.
+        before: the checkpoint that the run resumes from.
+    """
+    warmup, steps = config.optimizer.warmup_steps, training_duration(config).steps
+    if WARMUP in chosen:
+        return config, []
+    fitting = warmup if steps is None else min(warmup, steps // 10)
+    if before is not None and before.config:
+        fitting = before.config["optimizer"].get("warmup_steps", warmup)
+    if fitting == warmup:
+        return config, []
+    optimizer = config.optimizer.model_copy(update={"warmup_steps": fitting})
+    said = f"the warm-up takes {counted(fitting, 'step')} instead of the default's {warmup}"
+    why = ", as before" if before else f", a tenth of the run of {counted(steps or 0, 'step')}"
+    return config.model_copy(update={"optimizer": optimizer}), [
+        f"{said}{why}; write {Setting(WARMUP, warmup)} to have {warmup}"
+    ]
+
+
+def no_rate_left(schedule: Callable[[int], Any] | None, done: int, steps: int | None) -> list[str]:
+    """Warn if a run goes on after the end of its schedule, with a learning rate of 0.
+
+    Args:
+        schedule: the learning rate by step; None if it is not known.
+        done: steps done before.
+        steps: the last step of the run; None if it is not known.
+    """
+    if schedule is None or steps is None or steps - done < 2 or rate_at(schedule, steps - 2):
+        return []
+    first, last = 0, steps - 2
+    while first < last:
+        middle = (first + last) // 2
+        first, last = (middle + 1, last) if rate_at(schedule, middle) else (first, middle)
+    # A rate that is 0 from the beginning is meant.
+    if not first or rate_at(schedule, steps - 1):
+        return []
+    return [
+        f"the learning rate is 0 from step {max(first, done) + 1} to step {steps}: the schedule "
+        f"ends after {counted(first, 'step')}, and nothing is learned after it"
     ]
 
 

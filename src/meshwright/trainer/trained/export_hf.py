@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.checkpoint.export import choose_checkpoint
+from meshwright.checkpoint.export import Which, choose_checkpoint, read_averages
 from meshwright.config.argument_checks import check_kind, check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
@@ -37,6 +37,8 @@ def export_hf(
     folder: str | Path,
     *,
     step: int | None = None,
+    which: Which = "last",
+    ema: bool = False,
     dtype: str | None = None,
 ) -> Exported | None:
     """Write a trained model as a Hugging Face folder, which ``transformers`` loads.
@@ -48,6 +50,8 @@ def export_hf(
         run: a run folder, its checkpoint folder, a single checkpoint, or the result of a `fit`.
         folder: the folder to write, which must not exist or be empty.
         step: which checkpoint of a folder; the newest by default.
+        which: instead of a number: last, or best, the one with the lowest evaluation loss.
+        ema: write the moving average of the parameters (``ema_decay``).
         dtype: float32, bfloat16 or float16; by default that of the weights that the training
             started from, or float32.
 
@@ -57,9 +61,9 @@ def export_hf(
     target = check_path("folder", folder)
     check_target(target)
     if isinstance(run, FitResult):
-        return _export_result(run, target, dtype)
+        return _export_result(run.averaged() if ema else run, target, dtype)
     check_kind("run", run, (str, Path), "write a run folder, or the result of a fit")
-    reader, number = choose_checkpoint(check_path("run", run), step)
+    reader, number = choose_checkpoint(check_path("run", run), step, which)
     metadata = reader.metadata(number)
     kept = read_kept(reader.folder.parent)
     kind, arguments = _architecture(metadata.config, kept)
@@ -72,7 +76,10 @@ def export_hf(
         by_group: dict[str, list[str]] = {}
         for path in paths:
             by_group.setdefault(groups[path], []).append(path)
-        found = reader.read(number, by_group)
+        averages = by_group.pop("params", []) if ema else []
+        found = reader.read(number, by_group) if by_group else {}
+        if averages:
+            found["params"] = read_averages(reader, number, averages)
         return {path: array for arrays in found.values() for path, array in arrays.items()}
 
     shapes = {path: saved[groups[path]][path] for path in wanted}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,10 @@ class FitResult:
         It is the same object every time. `model.train()` sets it to training mode, with dropout.
         """
         return self.assembled.model(self.state)
+
+    def averaged(self) -> FitResult:
+        """Return the same with the moving average of the parameters (``ema_decay``)."""
+        return replace(self, state=self.assembled.averaged(self.state))
 
     @property
     def params(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flax import nnx
 from meshwright.checkpoint import CheckpointReader, find_store
 from meshwright.checkpoint.array_paths import as_named_now
 from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged, missing_folder
-from meshwright.checkpoint.export import read_groups
+from meshwright.checkpoint.export import Which, choose_checkpoint, read_groups
 from meshwright.checkpoint.reader import FOLDER
 from meshwright.config.argument_checks import check_path
 from meshwright.config.groups import download_command, is_hub_name
@@ -30,6 +30,7 @@ from meshwright.recipe import make_model_source
 from meshwright.runtime.other_names import also_called
 from meshwright.runtime.user_code import is_users_file
 from meshwright.step.assemble import set_eval_mode
+from meshwright.step.average import no_average
 from meshwright.trees import from_key_data, is_key, key_data
 from meshwright.weights.families import read_architecture
 from meshwright.weights.hf_folder import CONFIG, describe_differences, is_hf_folder, open_folder
@@ -39,7 +40,14 @@ from meshwright.weights.match import find_weights
 
 
 @also_called(update="step")
-def load_model(run: str | Path, *, model: Any = None, step: int | None = None) -> Any:
+def load_model(
+    run: str | Path,
+    *,
+    model: Any = None,
+    step: int | None = None,
+    which: Which = "last",
+    ema: bool = False,
+) -> Any:
     """Load the model of a run with its trained parameters, in evaluation mode.
 
     Args:
@@ -49,23 +57,29 @@ def load_model(run: str | Path, *, model: Any = None, step: int | None = None) -
             Hugging Face.
         step: which checkpoint; by default the newest that is not damaged, with a warning about
             those that are.
+        which: instead of a number: last, or best, the checkpoint with the lowest evaluation loss.
+        ema: load the moving average of the parameters (``ema_decay``) instead.
     """
     path = check_path("run", run)
     hub_name = is_hub_name(str(path)) and not path.parent.exists()
     if hub_name or (is_hf_folder(path) and not (path / FOLDER).is_dir()):
+        if ema:
+            raise no_average()
         return _load_hf(path, model)
     if not path.exists():
         error = missing_folder(path.absolute())
         hint = f"a model of Hugging Face is downloaded first ({download_command(str(run))})"
         raise UserError(error.what, why=error.why, fix=f"{error.fix}; {hint}")
+    if which != "last":
+        step = choose_checkpoint(path, step, which)[1]
     folder, named = find_store(path)
     asked = named if step is None else step
     if asked is not None:
-        return _load(folder, asked, model)
+        return _load(folder, asked, model, ema=ema)
     damaged: list[Damage] = []
     for newest in reversed(CheckpointReader(folder).steps()):
         try:
-            loaded = _load(folder, newest, model)
+            loaded = _load(folder, newest, model, ema=ema)
         except DamagedCheckpoint as error:
             damaged.append(error.damage)
             continue
@@ -76,17 +90,17 @@ def load_model(run: str | Path, *, model: Any = None, step: int | None = None) -
     )
 
 
-def _load(folder: Path, step: int, model: Any) -> Any:
+def _load(folder: Path, step: int, model: Any, *, ema: bool) -> Any:
     source = _from_config(folder, step) if model is None else _given(model)
     parts = describe_model(source, ...)
-    loaded = parts.merge(read_leaves(folder, step, parts.leaves))
+    loaded = parts.merge(read_leaves(folder, step, parts.leaves, ema=ema))
     set_eval_mode(loaded)
     return loaded
 
 
-def read_leaves(folder: Path, step: int, leaves: Sequence[Leaf]) -> list[Any]:
+def read_leaves(folder: Path, step: int, leaves: Sequence[Leaf], *, ema: bool = False) -> list[Any]:
     """Return the values of a model's leaves in a checkpoint; raise if it is of another model."""
-    groups = read_groups(folder, ("params", "state"), step=step)
+    groups = read_groups(folder, ("params", "state"), step=step, ema=ema)
     saved = {path: array for group in groups.values() for path, array in group.items()}
     need = {leaf.path: _stored_shape(leaf) for leaf in leaves}
     saved = as_named_now(saved, need)

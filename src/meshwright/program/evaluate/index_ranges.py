@@ -1,0 +1,158 @@
+"""Indices of a batch that are out of range, found where a program looks something up with them.
+
+Lookups do not fail on devices: they give NaN, or the last row, or a row of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.program.jaxpr.equations import (
+    CALLS,
+    CUSTOM_DERIVATIVES,
+    REARRANGES,
+    REMATS,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Literal,
+    aval_of,
+    called_jaxpr,
+    name_stack,
+)
+from meshwright.program.jaxpr.names import module_of
+
+_COPIES = REARRANGES | {"convert_element_type", "copy", "stop_gradient", "rev"}
+_ENTERED = CALLS | CUSTOM_DERIVATIVES | REMATS
+
+
+@dataclass(frozen=True)
+class IndexOutOfRange:
+    """An index of a batch with which nothing can be looked up.
+
+    Attributes:
+        leaf: the number of the batch's array that has it.
+        index: the index.
+        row: the sample, as a row of the batch.
+        size: how many rows can be looked up.
+        module: where it is looked up; empty for the loss outside of modules.
+    """
+
+    leaf: int
+    index: int
+    row: int
+    size: int
+    module: str
+
+    def text(self, name: str) -> str:
+        """Return it as a sentence about the array of this name."""
+        where = f"`{self.module}`" if self.module else "the loss"
+        return (
+            f"`{name}` has the index {self.index} (row {self.row} of the batch), and {where} looks "
+            f"it up among {self.size}: 0 to {self.size - 1}"
+        )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Where integers come from: an array of the batch, or counting from zero.
+
+    Attributes:
+        leaf: the number of the array; None for counted numbers.
+        count: how many numbers are counted.
+        shifted: whether a number was added, as to indices that count from the end.
+        columns: the parts of concatenated indices.
+    """
+
+    leaf: int | None = None
+    count: int = 0
+    shifted: bool = False
+    columns: tuple[_Known | None, ...] = ()
+
+
+def indices_out_of_range(
+    closed: ClosedJaxpr, batch: Sequence[Any], *, negative: bool = True
+) -> list[IndexOutOfRange]:
+    """Return the lookups of a program whose indices, taken from a batch, are out of range.
+
+    Args:
+        closed: a program whose last inputs are the leaves of a batch.
+        batch: the arrays of the batch.
+        negative: also return those below zero, which often mark what a loss masks.
+    """
+    lookups: dict[tuple[int, int, str], None] = {}
+    inputs: list[_Known | None] = [None] * (len(closed.jaxpr.invars) - len(batch))
+    _walk(closed.jaxpr, [*inputs, *(_Known(n) for n in range(len(batch)))], lookups)
+    found: list[IndexOutOfRange] = []
+    for leaf, size, module in lookups:
+        values = np.asarray(batch[leaf])
+        if values.dtype.kind not in "iu" or not values.size:
+            continue
+        for flat in (int(values.argmax()), int(values.argmin()))[: 1 + negative]:
+            index, row = int(values.flat[flat]), flat * len(values) // values.size
+            if not -size <= index < size:
+                found.append(IndexOutOfRange(leaf, index, row, size, module))
+    return found
+
+
+def _walk(
+    jaxpr: Jaxpr, inputs: Sequence[_Known | None], lookups: dict[tuple[int, int, str], None]
+) -> list[_Known | None]:
+    """Note the lookups of a program; return where its results come from."""
+    known: dict[Any, _Known | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> _Known | None:
+        return None if isinstance(atom, Literal) else known.get(atom)
+
+    for eqn in jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        if eqn.primitive.name not in _ENTERED:
+            for source, size in _lookups(eqn, operands):
+                if source is not None and source.leaf is not None:
+                    lookups[source.leaf, size, module_of(name_stack(eqn)) or ""] = None
+            if len(eqn.outvars) == 1:
+                known[eqn.outvars[0]] = _result(eqn, operands)
+        elif len(called_jaxpr(eqn).jaxpr.invars) == len(operands):
+            results = _walk(called_jaxpr(eqn).jaxpr, operands, lookups)
+            known.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _lookups(eqn: Equation, operands: list[_Known | None]) -> list[tuple[_Known | None, int]]:
+    """Return the indices of a lookup, each with how many there are."""
+    if eqn.primitive.name == "eq":
+        # A one-hot row compares a label with 0, 1, and so on.
+        counts = [0 if each is None else each.count for each in operands]
+        return [(own, n) for own, n in zip(operands, counts[::-1], strict=True) if n > 1]
+    # What is clipped on purpose is never out of range.
+    if eqn.primitive.name != "gather" or str(eqn.params["mode"]).endswith("CLIP"):
+        return []
+    shape, sizes, indices = aval_of(eqn.invars[0]).shape, eqn.params["slice_sizes"], operands[1]
+    dims = eqn.params["dimension_numbers"].start_index_map
+    columns = (indices,) if indices is None or not indices.columns else indices.columns
+    limits = [shape[dim] - sizes[dim] + 1 for dim in dims]
+    return list(zip(columns, limits, strict=True)) if len(columns) == len(limits) else []
+
+
+def _result(eqn: Equation, operands: list[_Known | None]) -> _Known | None:
+    name = eqn.primitive.name
+    if name == "iota":
+        return _Known(count=aval_of(eqn.outvars[0]).shape[eqn.params["dimension"]])
+    if name in _COPIES:
+        return operands[0]
+    if name == "add" and operands[0] is not None and isinstance(eqn.invars[1], Literal):
+        return _Known(operands[0].leaf, shifted=True)
+    if name == "select_n" and len(operands) == 3:
+        # Indices below zero count from the end: they are raised by the size.
+        case, raised = operands[1:]
+        from_end = case is not None and raised == _Known(case.leaf, shifted=True)
+        return case if from_end else None
+    if name == "concatenate":
+        last = len(aval_of(eqn.outvars[0]).shape) - 1
+        if eqn.params["dimension"] == last and all(aval_of(a).shape[-1] == 1 for a in eqn.invars):
+            return _Known(columns=tuple(operands))
+    return None

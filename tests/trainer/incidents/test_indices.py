@@ -1,0 +1,80 @@
+"""An index out of range is told as that: by the run that it stops, in a warning, by replay."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshwright as mw
+from meshwright.errors import NotFinite
+
+
+class Lookup(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(32, 8, rngs=rngs)
+        self.head = nnx.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.head(self.table(ids))
+
+
+class Indexed(Lookup):
+    def __call__(self, ids):
+        return self.head(self.table.embedding[...][ids])
+
+
+def lookup_loss(model, batch):
+    logits = model(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def one_hot_loss(model, batch):
+    return optax.softmax_cross_entropy(model(batch["x"]), jax.nn.one_hot(batch["y"], 16)).mean()
+
+
+def masked_loss(model, batch):
+    y = batch["y"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), y)
+    return mw.Weighted(losses.sum(where=y >= 0), (y >= 0).sum())
+
+
+def trainer(model=Lookup, loss=lookup_loss):
+    return mw.Trainer(
+        model=lambda rngs: model(rngs), loss=loss, optimizer=optax.sgd(0.1), mesh="data=8"
+    )
+
+
+def batch(**changed):
+    arrays = {"x": np.zeros((8, 4), np.int32), "y": np.zeros((8, 4), np.int32)}
+    for name, value in changed.items():
+        arrays[name][5, 2] = value
+    return arrays
+
+
+LABEL = "`y` has the index 99 (row 5 of the batch), and the loss looks it up among 16"
+
+
+@pytest.mark.filterwarnings("ignore:`")
+def test_a_run_that_it_stops_names_the_index_and_so_does_replay(tmp_path):
+    with pytest.raises(NotFinite, match=re.escape(LABEL)):
+        trainer().fit([batch(y=99)], steps=1, run_dir=tmp_path, progress=False)
+    record = next((tmp_path / "incidents").iterdir())
+    assert f"out of range: {LABEL}" in str(mw.replay(record, model=Lookup, loss=lookup_loss))
+    with pytest.raises(NotFinite, match=r"`x` has the index 32 .* `table` looks it up among 32"):
+        trainer().fit([batch(x=32)], steps=1)
+
+
+def test_what_gives_another_row_or_none_is_warned_about():
+    with pytest.warns(UserWarning, match=re.escape(LABEL)):
+        trainer(loss=one_hot_loss).fit([batch(y=99)], steps=1)
+    with pytest.warns(UserWarning, match=r"`x` has the index 32"):
+        trainer(Indexed).fit([batch(x=32)], steps=1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_labels_that_a_loss_masks_are_no_warning():
+    trainer(loss=masked_loss).fit([batch(y=-100)], steps=1)
+    trainer().fit([batch(y=-1)], steps=1)
