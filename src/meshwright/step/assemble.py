@@ -236,32 +236,14 @@ def assemble(
     remarks += broadcast_by_mistake(traced)
     decision = decide_program(program, plan, mesh)
     remarks += changes_with_microbatches(loss, model_leaves, micro, plan, decision.classes)
-    make_step = functools.partial(
-        _step,
-        program,
-        local_program,
-        decision,
-        plan,
-        mesh,
-        clip_norm=clip_norm,
-        guarded=guarded,
-    )
+    parts = (program, local_program, decision, plan, mesh)
+    make_step = functools.partial(_step, *parts, clip_norm=clip_norm, guarded=guarded)
     step = make_step(optimizer=optimizer, wide=wide)
     report = None if step.pipeline is None else pipeline_report(step.pipeline)
-    remarks += [*(report.warnings if report else ()), *decision.ignored]
+    said = (*remarks, *(report.warnings if report else ()), *decision.ignored)
     tree = jax.tree.structure(batch)
     return Assembled(
-        step,
-        model_leaves,
-        traced,
-        decision,
-        plan,
-        mesh,
-        tuple(remarks),
-        report,
-        tree,
-        model,
-        make_step,
+        step, model_leaves, traced, decision, plan, mesh, said, report, tree, model, make_step
     )
 
 
