@@ -65,6 +65,9 @@ def own_disk_cache(monkeypatch, tmp_path):
         "jax_persistent_cache_min_compile_time_secs",
     )
     before = {name: jax.config.values[name] for name in names}
+    # A test before this one may have switched it off.
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     yield
     for name, value in before.items():

@@ -103,7 +103,8 @@ def _check_sections(sections: Mapping[str, Any], distributed: DistributedConfig 
 def _like(kind: Any) -> str:
     """Return a model config of this kind, whose task a mapping implies; empty if there is none."""
     for file in sorted((CONF_DIR / "model").glob("*.yaml")):
-        if yaml.safe_load(file.read_text()).get("kind") == kind:
+        values = yaml.safe_load(file.read_text())
+        if values.get("kind") == kind:
             return file.stem
     return ""
 

@@ -199,4 +199,5 @@ def test_a_loss_that_cannot_be_evaluated_is_an_error_when_it_is():
             eval_every=2,
             on_metrics=lambda step, _: trained.append(step),
         )
-    assert trained == [1]
+    # The line of a step comes before that of its evaluation.
+    assert trained == [1, 2]
