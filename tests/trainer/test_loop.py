@@ -120,7 +120,18 @@ def test_early_stopping_waits_and_then_stops():
     for loss, said in ((1.0, False), (0.95, False), (0.8, False), (0.75, False), (math.nan, True)):
         stopping.on_eval(0, {"loss": loss})
         assert bool(stopping.should_stop()) == said
-    assert "2 evaluations without a loss below 0.8000" in stopping.should_stop()
+    assert "in which loss was not more than 0.1 below 0.8000" in stopping.should_stop()
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("accuracy", None), ("reward", "max")])
+def test_early_stopping_waits_for_a_higher_value(metric, mode):
+    stopping = mw.EarlyStopping(2, metric=metric, mode=mode)
+    for value, said in ((0.4, False), (0.5, False), (0.45, False), (0.5, True)):
+        stopping.on_eval(0, {metric: value})
+        assert bool(stopping.should_stop()) == said
+    assert f"{metric} was not above 0.5000" in stopping.should_stop()
+    with pytest.raises(mw.UserError, match='mode="min" or mode="max"'):
+        mw.EarlyStopping(2, mode="highest")
 
 
 def test_evaluation_is_the_mean_in_evaluation_mode():
@@ -294,4 +305,4 @@ def test_early_stopping_by_an_unknown_metric_is_refused_with_the_names():
         own.fit(ARRAYS, callbacks=[mw.EarlyStopping(1, metric="acuracy")], **settings)
     stopping = mw.EarlyStopping(1, metric="accuracy", min_delta=0.5)
     stopped = own.fit(ARRAYS, callbacks=[stopping], **settings).stopped
-    assert stopped.endswith("a accuracy below 1.0000, the best so far by more than 0.5")
+    assert stopped.endswith("accuracy was not more than 0.5 above 1.0000, the best so far")

@@ -74,3 +74,15 @@ def test_a_snapshot_in_a_callback_stays_alive():
     assert not np.array_equal(keep.kept.kernel[...], result.model.kernel[...])
     assert keep.kept.kernel[...].sharding == result.model.kernel[...].sharding
     assert jax.tree.leaves(nnx.state(keep.kept))[0].is_deleted() is False
+
+
+def test_a_step_warns_as_fit_does():
+    own = mw.Trainer(
+        model=lambda rngs: nnx.Linear(8, 4, rngs=rngs),
+        loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).sum(),
+        optimizer=optax.adam(0.1),
+        mesh="data=8",
+        gradient_accumulation_steps=2,
+    )
+    with pytest.warns(UserWarning, match="microbatch"):
+        own.step(BATCHES[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -12,10 +14,11 @@ from numpy.typing import NDArray
 from meshwright.checkpoint.array_paths import ArraysByPath
 from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.config.argument_checks import check_count, check_path
-from meshwright.errors import Setting, UserError
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.program.jaxpr.names import nest
 from meshwright.runtime.other_names import also_called
 from meshwright.step.average import EMA
+from meshwright.text.json_text import parse_json
 
 Which = Literal["best", "last"]
 
@@ -139,7 +142,30 @@ def _best(reader: CheckpointReader, step: int | None) -> int:
             fix=f"evaluate as often as you save: {Setting('training.eval_every', 100)}, "
             f"{Setting('checkpoint.every', 100)}",
         )
+    _warn_of_better(reader, best)
     return best
+
+
+def _warn_of_better(reader: CheckpointReader, best: int) -> None:
+    """Say so if an evaluation was better than that of the best checkpoint, but was not saved."""
+    try:
+        lines = (reader.folder.parent / "metrics.jsonl").read_bytes().splitlines()
+    except OSError:
+        return
+    records = [line for line in map(parse_json, lines) if isinstance(line, dict)]
+    losses = {
+        line.get("step", line.get("update")): line["loss"]
+        for line in records
+        if line.get("split") == "eval" and isinstance(line.get("loss"), float)
+    }
+    lowest = min(losses, key=lambda step: losses[step], default=best)
+    if losses.get(lowest, 0.0) < losses.get(best, -math.inf) and lowest not in reader.steps():
+        warnings.warn(
+            f"the lowest evaluation loss, {losses[lowest]:.4f} at step {lowest}, was not saved: "
+            f"the best checkpoint is that of step {best} with {losses[best]:.4f}. To keep the "
+            f"best, save as often as you evaluate ({Setting('checkpoint.every', ANY)})",
+            stacklevel=4,
+        )
 
 
 @also_called(update="step")

@@ -121,7 +121,7 @@ def verify(
         seed: seed of the initialization.
         trainable: NNX filter of what is trained.
         devices: devices of the mesh; all by default.
-        guarded: whether the step that is trained leaves out updates that are not finite.
+        guarded: whether the step that is trained leaves out steps that are not finite.
         say: called with the name of each phase when it starts.
     """
     optimizer = optax.adamw(1e-3) if optimizer is None else optimizer

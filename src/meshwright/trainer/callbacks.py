@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.config.argument_checks import check_count, check_kind
+from meshwright.errors import UserError
 from meshwright.runtime.other_names import formerly
 from meshwright.runtime.user_code import doing
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
+from meshwright.text.units import counted
 
 Values = Mapping[str, float]
 
@@ -115,25 +117,37 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Stops training when the evaluation loss no longer improves.
+    """Stops training when an evaluation metric no longer improves.
 
     Args:
         patience: evaluations without improvement before training stops.
-        min_delta: how much lower a loss must be to count as an improvement.
-        metric: the evaluation metric to watch; lower is better.
+        min_delta: how much better a value must be to count as an improvement.
+        metric: the evaluation metric to watch.
+        mode: whether lower ("min") or higher ("max") is better; by default higher for a metric
+            with "accuracy" in its name, and lower for any other.
     """
 
-    def __init__(self, patience: int, *, min_delta: float = 0.0, metric: str = "loss") -> None:
+    def __init__(
+        self,
+        patience: int,
+        *,
+        min_delta: float = 0.0,
+        metric: str = "loss",
+        mode: Literal["min", "max"] | None = None,
+    ) -> None:
         check_count("patience", patience)
         check_kind("min_delta", min_delta, (int, float), "write a number, such as min_delta=0.01")
         check_kind("metric", metric, str, 'write the name of a metric, such as "loss"')
+        if mode not in ("min", "max", None):
+            raise UserError(f"mode={mode!r} is not known", fix='write mode="min" or mode="max"')
         self._patience, self._min_delta, self.metric = patience, min_delta, metric
+        self._sign = -1.0 if (mode or _better(metric)) == "max" else 1.0
         self._best = math.inf
         self._bad_evaluations = 0
 
     def on_eval(self, step: int, values: Values) -> None:
-        """Compare with the best loss so far; one that is not finite does not count as better."""
-        value = values[self.metric]
+        """Compare with the best value so far; one that is not finite does not count as better."""
+        value = self._sign * values[self.metric]
         if value < self._best - self._min_delta:
             self._best, self._bad_evaluations = value, 0
         else:
@@ -148,11 +162,17 @@ class EarlyStopping(Callback):
         """Return the reason to stop training; empty to continue."""
         if self._bad_evaluations < self._patience:
             return ""
-        below = f" by more than {self._min_delta:g}" if self._min_delta else ""
+        margin = f"more than {self._min_delta:g} " if self._min_delta else ""
+        side = "below" if self._sign > 0 else "above"
         return (
-            f"{self._bad_evaluations} evaluations without a {self.metric} below {self._best:.4f}, "
-            f"the best so far{below}"
+            f"{counted(self._bad_evaluations, 'evaluation')} in which {self.metric} was not "
+            f"{margin}{side} {self._sign * self._best:.4f}, the best so far"
         )
+
+
+def _better(metric: str) -> str:
+    """Return whether lower or higher values of a metric are better, by its name."""
+    return "max" if "accuracy" in metric.lower() else "min"
 
 
 class OnMetrics(Callback):

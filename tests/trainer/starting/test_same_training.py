@@ -45,7 +45,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"rate": 0.2}, "step_size` was -0.1 and is -0.2"),
+        ({"rate": 0.2}, "the learning rate after 0 steps was 0.1 and is 0.2"),
         ({"rate": optax.linear_schedule(0.1, 0.0, 50)}, "does not fit the optimizer"),
         ({"loss": doubled}, "the model or the loss computes something else"),
         ({"seed": 1}, "seed was 0 and is 1"),

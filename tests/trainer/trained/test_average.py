@@ -1,5 +1,7 @@
 """The moving average of the weights and the best checkpoint: resumed, loaded, exported."""
 
+import shutil
+
 import numpy as np
 import optax
 import pytest
@@ -110,6 +112,9 @@ def test_the_best_checkpoint_is_loaded_by_name(tmp_path):
     np.testing.assert_array_equal(own.best().params["kernel"], expected)
     with pytest.raises(mw.UserError, match="keeps no moving average"):
         mw.load_model(tmp_path, model=build, ema=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "1")
+    with pytest.warns(UserWarning, match=r"lowest evaluation loss, .* at step 1, was not saved"):
+        assert own.best().steps == 2
 
 
 def test_what_does_not_exist_is_refused(tmp_path):

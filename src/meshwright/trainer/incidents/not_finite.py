@@ -100,7 +100,7 @@ def bad_step_error(
         indices: which index of the batch is out of range.
     """
     if indices:
-        why, fix = indices, "correct the data, or give the model as many rows as it is asked for"
+        why, fix = indices, "correct the data, or give the model that many classes or rows"
     elif not math.isfinite(values.loss) and values.step == 1:
         why = "it is not finite on the first batch: the model or the data has a value that is not"
         why += " finite"

@@ -54,6 +54,13 @@ def training_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         for name in ("clip_norm", "ema_decay", "seed")
         if before[name] != now[name]
     ]
+    pairs = zip(SAMPLED_STEPS, before["rates"], now["rates"], strict=False)
+    rates = [each for each in pairs if not math.isclose(*each[1:], rel_tol=1e-6)]
+    if rates:
+        step, was, rate = rates[0]
+        changes.append(
+            f"the learning rate after {counted(step, 'step')} was {was:.6g} and is {rate:.6g}"
+        )
     old, new = before["optimizer"], now["optimizer"]
     settings = [
         f"the optimizer's `{key}` was {old.get(key, 'not there')} and is "
@@ -61,16 +68,11 @@ def training_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         for key in dict.fromkeys([*old, *new])
         # As text where they differ: nan is not equal to itself.
         if old.get(key, "") != new.get(key, "") and str(old.get(key)) != str(new.get(key))
+        # What optax calls the rate in its own settings has been said.
+        if not (rates and key.endswith("step_size"))
     ]
     more = f"{len(settings) - SHOWN} more settings of the optimizer differ"
     changes += settings[:SHOWN] + [more] * (len(settings) > SHOWN)
-    pairs = zip(SAMPLED_STEPS, before["rates"], now["rates"], strict=False)
-    rates = [each for each in pairs if not math.isclose(*each[1:], rel_tol=1e-6)]
-    if rates and not settings:
-        step, was, rate = rates[0]
-        changes.append(
-            f"the learning rate after {counted(step, 'step')} was {was:.6g} and is {rate:.6g}"
-        )
     return [*changes, *loss_changes(before, now)]
 
 
