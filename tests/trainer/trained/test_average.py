@@ -121,6 +121,8 @@ def test_what_does_not_exist_is_refused(tmp_path):
     trainer("data=8").fit([ARRAYS], steps=1, run_dir=tmp_path, progress=False)
     with pytest.raises(mw.UserError, match="has an evaluation loss"):
         mw.load_model(tmp_path, model=build, which="best")
+    with pytest.raises(mw.UserError, match=r"ema_decay was None in the checkpoint .* and is 0.5"):
+        trainer("data=8", ema_decay=0.5).fit([ARRAYS] * 2, steps=2, run_dir=tmp_path)
     with pytest.raises(mw.UserError, match="not between 0 and 1"):
         trainer(ema_decay=1.5)
     with pytest.raises(mw.UserError, match="keeps no moving average"):

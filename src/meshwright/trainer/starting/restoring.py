@@ -29,6 +29,7 @@ from meshwright.trainer.starting.resume import (
 )
 from meshwright.trainer.starting.run_warnings import other_microbatches
 from meshwright.trainer.starting.same_training import (
+    check_same_average,
     loss_changes,
     not_compared,
     training_changes,
@@ -77,8 +78,9 @@ class Restoring:
         point, plan = self.point, self._assembled.plan
         if point is None:
             return []
-        check_fits(point, self._form)
         before, now, config = point.metadata.training, self._metadata.training, self._asked.config
+        check_same_average(before, now, point.path)
+        check_fits(point, self._form)
         from_python = not config and not point.metadata.config
         changes = check_same_run(
             point.metadata,

@@ -187,6 +187,9 @@ def raised_rate(
     except MeshwrightError:
         # A config of another version, or of a run from Python, which has none.
         return []
+    if config.optimizer.learning_rate != before.optimizer.learning_rate:
+        # It was changed on purpose: that had to be accepted.
+        return []
     new = learning_rate(config, resumed.global_batch_size, steps)
     done = resumed.step
     if not done or rate_at(new, done) <= NOTICEABLE * rate_at(old, done):

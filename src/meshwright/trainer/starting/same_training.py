@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from meshwright.errors import Setting, UserError
 from meshwright.program.jaxpr.fingerprint import fingerprint
 from meshwright.runtime.versions import own_code, package_versions
 from meshwright.step.assemble import Assembled
@@ -45,6 +47,18 @@ def training_facts(trainer: TrainerSettings, assembled: Assembled) -> dict[str, 
         "ema_decay": trainer.ema_decay,
         "seed": trainer.seed,
     }
+
+
+def check_same_average(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+    """Refuse a checkpoint with a moving average for a run without one, and the reverse."""
+    was, wanted = before.get("ema_decay"), now.get("ema_decay")
+    if before and (was is None) != (wanted is None):
+        raise UserError(
+            f"ema_decay was {was} in the checkpoint {path} and is {wanted}",
+            why="the average of the weights is a part of the state",
+            fix=f"leave {Setting('training.ema_decay')} as it was, or start another run from these "
+            f"parameters with {Setting('model.init_from', str(path))}",
+        )
 
 
 def training_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
