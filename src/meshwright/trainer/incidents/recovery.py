@@ -115,7 +115,8 @@ class Recovery:
             self._log(bad, f"{where}; {kept}", "stop", record, number, samples)
             # Later, an index below zero is one that the loss has always masked.
             indices = self._recorder.indices(batch, negative=step == 1)
-            raise self._stop(bad, state, progress, where, limit, record, indices, good=good)
+            error = self._stop(bad, state, progress, where, limit, record, indices, good=good)
+            raise error from None
         if action == "skip":
             done = self._skip(step, progress)
             state = replace(state, halted=cleared(state.halted))
