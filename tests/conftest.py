@@ -53,23 +53,38 @@ def command_line():
         yield
 
 
-@pytest.fixture
-def own_disk_cache(monkeypatch, tmp_path):
-    """Restore what a test sets of the compilation cache, and keep the user's cache out of it."""
+_CACHE = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+@pytest.fixture(autouse=True)
+def _same_disk_cache():
+    """Restore what a test sets of the compilation cache of the process."""
+    yield from _restored_disk_cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _same_disk_cache_after_a_file():
+    """Restore what the fixtures of a file set."""
+    yield from _restored_disk_cache()
+
+
+def _restored_disk_cache():
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_enable_compilation_cache",
-        "jax_persistent_cache_min_compile_time_secs",
-    )
-    before = {name: jax.config.values[name] for name in names}
-    # A test before this one may have switched it off.
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    before = {name: jax.config.values[name] for name in _CACHE}
     yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    if before != {name: jax.config.values[name] for name in _CACHE}:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def own_disk_cache(monkeypatch, tmp_path):
+    """Keep the user's cache out of a test of the compilation cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
