@@ -18,7 +18,7 @@ from meshwright.errors import ANY, Setting, UserError
 from meshwright.program.jaxpr.names import nest
 from meshwright.runtime.other_names import also_called
 from meshwright.step.average import EMA
-from meshwright.text.json_text import parse_json
+from meshwright.tracking.run_files import read_metrics
 
 Which = Literal["best", "last"]
 
@@ -148,15 +148,11 @@ def _best(reader: CheckpointReader, step: int | None) -> int:
 
 def _warn_of_better(reader: CheckpointReader, best: int) -> None:
     """Say so if an evaluation was better than that of the best checkpoint, but was not saved."""
-    try:
-        lines = (reader.folder.parent / "metrics.jsonl").read_bytes().splitlines()
-    except OSError:
-        return
-    records = [line for line in map(parse_json, lines) if isinstance(line, dict)]
+    rows = read_metrics(reader.folder.parent / "metrics.jsonl")
     losses = {
-        line.get("step", line.get("update")): line["loss"]
-        for line in records
-        if line.get("split") == "eval" and isinstance(line.get("loss"), float)
+        step: row["loss"]
+        for (split, step), row in rows.items()
+        if split == "eval" and isinstance(row.get("loss"), float)
     }
     lowest = min(losses, key=lambda step: losses[step], default=best)
     if losses.get(lowest, 0.0) < losses.get(best, -math.inf) and lowest not in reader.steps():
