@@ -158,9 +158,6 @@ def _memory(compiled: Any) -> MemoryUse | None:
         return None
 
 
-_ON_GPUS = {"xla_gpu_enable_triton_gemm": False}
-"""Products by cuBLAS only: benchmarks/NOTES.md has the figures."""
-
 WORTH_POLISHING = 1e11
 """Floating-point operations, over all runs of a program, that take longer in code that is not
 polished than polishing takes."""
@@ -172,16 +169,9 @@ _BY_OLD_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
 """Known to compilers that have new ones for CPUs; together they are four times as fast."""
 
 
-def gpu_options(platform: str, wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return options with which steps are faster on GPUs; none for other platforms.
-
-    Args:
-        platform: the platform of the devices.
-        wanted: further options; those that this compiler does not know are left out.
-    """
-    if platform != "gpu":
-        return {}
-    return _known({**_ON_GPUS, **(wanted or {})})
+def known_options(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of some compiler options that this compiler knows."""
+    return {name: value for name, value in wanted.items() if _is_known(name, value)}
 
 
 def quick_options(flops: float = 0.0) -> dict[str, Any]:
@@ -194,11 +184,7 @@ def quick_options(flops: float = 0.0) -> dict[str, Any]:
     """
     if flops >= WORTH_POLISHING or jax.default_backend() != "cpu":
         return {}
-    return _NOT_POLISHED | _known(_BY_OLD_EMITTERS)
-
-
-def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if _is_known(name, value)}
+    return _NOT_POLISHED | known_options(_BY_OLD_EMITTERS)
 
 
 @functools.cache

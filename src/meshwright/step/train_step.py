@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.compiled.compile_program import (
     CompiledProgram,
     compile_program,
-    gpu_options,
+    known_options,
     quick_options,
 )
 from meshwright.pipeline.execute.exchanges import check_exchanges
@@ -38,6 +38,7 @@ from meshwright.step.gradients import (
 from meshwright.step.objective import Objective
 from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.place_batch import split_strided
+from meshwright.step.product_options import product_options
 from meshwright.step.state import LossScale, TrainState, all_finite
 from meshwright.step.step_program import planned_forward, sends_through_gloo
 
@@ -114,12 +115,12 @@ class TrainStep:
         )
         # JAX takes compiler options only where the step is not part of another program.
         self._traceable = compiled()
-        platform = mesh.devices.flat[0].platform
-        # Looking for blocks takes time, and only GPUs have use for their sizes.
-        wanted = collective_options(traced, plan) if platform == "gpu" else {}
         # A wide step is compiled like the reference: schedules compute in float32, where both must
         # round alike. Any other is compiled as it is trained, in proofs too.
-        options = gpu_options(platform, wanted) | (quick_options() if wide else {})
+        options = quick_options() if wide else {}
+        if mesh.devices.flat[0].platform == "gpu":
+            products = product_options(traced.closed.jaxpr, decision.kernels)
+            options = known_options(products | collective_options(traced, plan)) | options
         self._jitted = compiled(compiler_options=options) if options else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
