@@ -20,6 +20,7 @@ TURNS = "GPU_PEERS_TURNS"
 STEPS = "GPU_PEERS_STEPS"
 SECONDS = "GPU_PEERS_SECONDS"
 """How long a turn lasts at least; the clock is read every few steps."""
+PEERS = Path(__file__).with_name("gpu_peers.py")
 PEER_PYTHON = "PEER_PYTHON"
 """Names an interpreter that has PyTorch, if this one has not."""
 
@@ -34,15 +35,22 @@ class Worker:
         data: the path of its data.
         steps: steps of a turn, or between two looks at the clock.
         seconds: how long a turn lasts at least.
+        script: what it runs.
     """
 
     def __init__(
-        self, side: str, name: str, data: Path, steps: int, *, seconds: float = 0.0
+        self,
+        side: str,
+        name: str,
+        data: Path,
+        steps: int,
+        *,
+        seconds: float = 0.0,
+        script: Path = PEERS,
     ) -> None:
-        main = Path(__file__).with_name("gpu_peers.py")
         ours = side.split(":")[0] == "meshwright"
         python = sys.executable if ours else os.environ.get(PEER_PYTHON, sys.executable)
-        command = [python, str(main), "--worker", side, name, str(data), "--steps", str(steps)]
+        command = [python, str(script), "--worker", side, name, str(data), "--steps", str(steps)]
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", BEGAN: str(time.time())}
         env[SECONDS] = str(seconds)
         words = "".join(c if c.isalnum() else "_" for c in f"{name}_{side}")
