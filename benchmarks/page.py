@@ -124,6 +124,27 @@ def gpu_user_models(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def gpu_plain_loop(record: dict[str, Any]) -> list[str]:
+    """One row for each model."""
+    ways = ("plain", "auto", "none")
+    heads = (
+        "model", "plain loop ms", "`auto` ms", "`none` ms", "`auto` over plain", "over `none`",
+        "GiB plain", "GiB `auto`", "MHz", "W",
+    )  # fmt: skip
+    rows = [
+        [
+            row["case"],
+            *(row.get(way, {}).get("ms", "") for way in ways),
+            row["over_plain"],
+            row.get("over_none", ""),
+            *(row[way]["peak_gib"] for way in ("plain", "auto")),
+            *(row["auto"][key] for key in ("sm_mhz", "watts")),
+        ]
+        for row in record["rows"]
+    ]
+    return table(heads, rows)
+
+
 def gpu_losses(record: dict[str, Any]) -> list[str]:
     """How far each run is from kernels=none."""
     keys = ("largest", "mean", "mean_from_float32", "last_loss")
@@ -475,6 +496,7 @@ TABLES = {
     "gpu_choice": gpu_choice,
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
+    "gpu_plain_loop": gpu_plain_loop,
     "gpu_losses": gpu_losses,
     "gpu_start": gpu_start,
     "gpu_trainer_overhead": trainer_overhead,

@@ -152,6 +152,24 @@ class Capped(nnx.Module):
         return jnp.einsum("bts,bsd->btd", scores, decay) * nnx.silu(x @ self.gate[...])
 
 
+class Convolved(nnx.Module):
+    """An activation function between two convolutions."""
+
+    def __init__(self, rngs):
+        self.up, self.down = (nnx.Conv(WIDTH, WIDTH, (3,), rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.up(x)))
+
+
+def test_what_a_convolution_reads_from_memory_is_not_recomputed():
+    def squares(model, batch):
+        return jnp.mean(jnp.square(model(batch["x"])))
+
+    found = differentiate(lambda: Convolved(nnx.Rngs(0)), squares, batch(), "xla")
+    assert [use.reason for use in found.uses] == ["a convolution reads its result from memory"]
+
+
 def test_what_the_compiler_fuses_with_products_is_not_recomputed():
     def squares(model, batch):
         return jnp.mean(jnp.square(model(batch["x"])))

@@ -111,6 +111,8 @@ def match_activation(graph: Graph, anchor: Equation, program: ProgramDims) -> Ro
     match = _extend(graph, eqns, source, anchor.outvars[0], shape)
     if not all(_is_from_layer(graph, program, v) for v in match.activations[1:]):
         raise NotReplaced("it multiplies something other than what a layer returns")
+    if any(eqn.primitive.name == "conv_general_dilated" for eqn in graph.read_by(match.output)):
+        raise NotReplaced("a convolution reads its result from memory")
     return _with_bias(graph, match, source, shape)
 
 
