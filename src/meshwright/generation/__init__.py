@@ -1,0 +1,1 @@
+"""Generation: what a model of tokens writes, from any decoder, on any mesh."""

@@ -1,0 +1,110 @@
+"""Decoders: how the logits of the next token are computed, from what earlier tokens left or anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+Weights = Sequence[Array]
+"""The values of a model's variables, in a decoder's order."""
+Cache = Any
+"""What a decoder keeps of earlier tokens: a tree of arrays, dim 0 of each being the row."""
+LogitsOf = Callable[[Weights, Array], Array]
+"""From weights and tokens [B, T] to logits [B, T, V]."""
+
+
+class Decoder(Protocol):
+    """Computes the logits of the next token; both methods can be traced.
+
+    Attributes:
+        length: the most tokens of a row, prompt and continuation together.
+        reason: why nothing is kept of earlier tokens; empty if their keys, values and states are.
+    """
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+        """Read the prompts.
+
+        Args:
+            weights: the values of the model's variables.
+            tokens: int32 [B, P], each row padded at its end.
+            lengths: int32 [B], the tokens of each row without padding, at least one.
+
+        Returns:
+            The logits [B, V] of the token after each prompt, and the cache.
+        """
+        ...
+
+    def step(
+        self, weights: Weights, cache: Cache, tokens: Array, positions: Array
+    ) -> tuple[Array, Cache]:
+        """Read one more token of each row.
+
+        Args:
+            weights: the values of the model's variables.
+            cache: from the last call.
+            tokens: int32 [B].
+            positions: int32 [B], where they stand in their rows.
+
+        Returns:
+            The logits [B, V] of the token after them, and the cache.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RecomputingDecoder:
+    """Runs the model on all earlier tokens again for every new one.
+
+    Attributes:
+        logits_of: the model.
+        length: the most tokens of a row.
+        reason: why nothing is kept.
+    """
+
+    logits_of: LogitsOf
+    length: int
+    reason: str
+
+    def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+        """Read the prompts; see `Decoder`."""
+        room = self.length - tokens.shape[1]
+        window = jnp.pad(tokens, ((0, 0), (0, room)))
+        return self._logits(weights, window, lengths - 1), window
+
+    def step(
+        self, weights: Weights, cache: Cache, tokens: Array, positions: Array
+    ) -> tuple[Array, Cache]:
+        """Read one more token of each row; see `Decoder`."""
+        window = cache.at[jnp.arange(tokens.shape[0]), positions].set(tokens)
+        return self._logits(weights, window, positions), window
+
+    def _logits(self, weights: Weights, window: Array, positions: Array) -> Array:
+        # Row by row as far as the model can tell: some mix the rows of a batch.
+        logits = jax.vmap(lambda row: self.logits_of(weights, row[None])[0])(window)
+        return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
+
+
+def split_model(model: nnx.Module) -> tuple[LogitsOf, list[Array]]:
+    """Return a model in evaluation mode as a function of its weights, and the weights."""
+    graphdef, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+
+    def logits_of(weights: Weights, tokens: Array) -> Array:
+        # A copy per call, because a call may change the model, such as counters of random streams.
+        copied = nnx.merge(graphdef, jax.tree.unflatten(tree, list(weights)), copy=True)
+        copied.eval()
+        return copied(tokens)
+
+    return logits_of, leaves
