@@ -1,0 +1,28 @@
+"""The decoder of a model: with a cache where its program allows one, else by recomputing."""
+
+from __future__ import annotations
+
+from flax import nnx
+from jax import Array
+
+from meshwright.generation.decoder import Decoder, RecomputingDecoder, split_model
+from meshwright.generation.incremental import IncrementalDecoder
+from meshwright.generation.positions import NotIncremental
+from meshwright.generation.traced_decoder import trace_two_lengths
+from meshwright.program.trace.scopes import module_scopes
+
+
+def make_decoder(model: nnx.Module, length: int) -> tuple[Decoder, list[Array]]:
+    """Return a model's decoder, and its weights in the decoder's order.
+
+    Args:
+        model: maps tokens [B, T] to logits [B, T, V]; each token sees only earlier ones.
+        length: the most tokens of a row, prompt and continuation together.
+    """
+    logits_of, weights = split_model(model)
+    try:
+        with module_scopes(model):
+            traced = trace_two_lengths(logits_of, weights, length)
+        return IncrementalDecoder(traced, length), weights
+    except NotIncremental as reason:
+        return RecomputingDecoder(logits_of, length, str(reason)), weights

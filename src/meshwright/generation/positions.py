@@ -1,0 +1,287 @@
+"""Which dims of a program's values are positions, and whether rows depend on later positions.
+
+The program maps the tokens of one row [1, T] to logits [1, T, V]. A value that depends on tokens has
+a dim of positions, or two, such as the scores of attention. Where a sum over positions follows, all
+later positions must have been masked: their weights are zero whatever the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from meshwright.generation.row_rules import RUNNING, row_rule, source_dim
+from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.jaxpr.equations import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Var,
+    aval_of,
+    bind,
+    name_stack,
+    scan_counts,
+)
+from meshwright.program.jaxpr.names import module_of
+
+LOW = -9999.0
+"""Scores at most this much are masked: their exponentials vanish beside any other."""
+_ZERO_TO_ZERO = frozenset(
+    [
+        "abs",
+        "asin",
+        "asinh",
+        "atan",
+        "atanh",
+        "cbrt",
+        "ceil",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "erf",
+        "expm1",
+        "floor",
+        "integer_pow",
+        "log1p",
+        "name",
+        "neg",
+        "real",
+        "reduce_precision",
+        "round",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "tan",
+        "tanh",
+    ]
+)
+_LOW_TO_LOW = frozenset(["convert_element_type", "copy", "copy_p", "name", "stop_gradient"])
+_NO_LOOKAHEAD = -(2**31)
+
+
+class NotIncremental(Exception):
+    """Why a model's rows cannot be computed one after the other."""
+
+    @classmethod
+    def at(cls, eqn: Equation, why: str) -> NotIncremental:
+        """Return the reason with the operation and its module."""
+        module = module_of(name_stack(eqn))
+        where = f"in {module}" if module else "outside all modules"
+        return cls(f"{eqn.primitive.name} {where} {why}")
+
+
+class Positions:
+    """The positions of a program's values.
+
+    Args:
+        closed: the program, traced for few positions; its last input is the tokens [1, T].
+        known: by input of an inner program, its dims of positions; by default those of the tokens.
+    """
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        self.closed, self.jaxpr = closed, closed.jaxpr
+        self.made: dict[Var, tuple[Equation, int]] = {
+            variable: (eqn, number)
+            for eqn in self.jaxpr.eqns
+            for number, variable in enumerate(eqn.outvars)
+        }
+        tokens = self.jaxpr.invars[-1]
+        self.length = int(aval_of(tokens).shape[1])
+        self.dims: dict[Var, tuple[int, ...]] = {tokens: (1,)}
+        """By variable that depends on tokens, its dims of positions."""
+        self._constants: dict[Var, Any] = {}
+        for eqn in self.jaxpr.eqns:
+            self._follow(eqn)
+
+    def depends(self, atom: Atom) -> bool:
+        """Whether a value depends on tokens."""
+        return not isinstance(atom, Literal) and atom in self.dims
+
+    def of(self, atom: Atom) -> tuple[int, ...]:
+        """Return the dims of positions of a value; none if it does not depend on tokens."""
+        return () if isinstance(atom, Literal) else self.dims.get(atom, ())
+
+    def _follow(self, eqn: Equation) -> None:
+        if not any(self.depends(a) for a in eqn.invars):
+            return
+        for number, variable in enumerate(eqn.outvars):
+            shape = aval_of(variable).shape
+            dims = [d for d in range(len(shape)) if self._is_positions(eqn, number, d)]
+            self.dims[variable] = tuple(dims)
+
+    def _is_positions(self, eqn: Equation, result: int, dim: int) -> bool:
+        rule = row_rule(eqn, result, dim)
+        if rule is None:
+            return False
+        if rule.whole:
+            inner, _ = source_dim(eqn, dim)
+            return any(inner in self.of(a) for a in eqn.invars)
+        pairs = zip(eqn.invars, rule.dims, strict=True)
+        return any(inner is not None and inner in self.of(a) for a, inner in pairs)
+
+    def lookahead(self, atom: Atom, dim: int) -> int:
+        """Return how many positions later than its own a row of a value depends on, at most."""
+        if not self.depends(atom) or isinstance(atom, Literal) or atom not in self.made:
+            return 0 if self.depends(atom) else _NO_LOOKAHEAD
+        return self._lookaheads[atom, dim]
+
+    @cached_property
+    def _lookaheads(self) -> Mapping[tuple[Var, int], int]:
+        found: dict[tuple[Var, int], int] = {(self.jaxpr.invars[-1], 1): 0}
+        for eqn in self.jaxpr.eqns:
+            for number, variable in enumerate(eqn.outvars):
+                for dim in self.of(variable):
+                    found[variable, dim] = self._reach(eqn, number, dim, found)
+        return found
+
+    def _reach(
+        self, eqn: Equation, result: int, dim: int, found: Mapping[tuple[Var, int], int]
+    ) -> int:
+        rule = row_rule(eqn, result, dim)
+        assert rule is not None
+        reach = _NO_LOOKAHEAD
+        offset = 0
+        for atom, inner in zip(eqn.invars, rule.dims, strict=True):
+            later = 0
+            if rule.whole:
+                inner, later = source_dim(eqn, dim)
+                if eqn.primitive.name == "concatenate":
+                    later = -offset
+                    offset += aval_of(atom).shape[dim]
+            if inner is not None and inner in self.of(atom) and not isinstance(atom, Literal):
+                reach = max(reach, found.get((atom, inner), 0) + later)
+        return reach
+
+    def masked(self, atom: Atom, row: int, key: int) -> str:
+        """Return what a value with two dims of positions is where the key is later than the row.
+
+        Returns:
+            ``zero``, ``low`` (so negative that its exponential vanishes), or nothing.
+        """
+        if not self.depends(atom):
+            return _masked_values(self.constant(atom), row, key)
+        assert not isinstance(atom, Literal)
+        if atom not in self.made or {row, key} - set(self.of(atom)):
+            return ""
+        eqn, number = self.made[atom]
+        name = eqn.primitive.name
+        if name == "select_n":
+            return self._chosen(eqn, row, key)
+        rules = row_rule(eqn, number, row), row_rule(eqn, number, key)
+        if rules[0] is None or rules[1] is None or rules[0].whole or rules[1].whole:
+            return ""
+        states: list[str] = []
+        for operand, a, b in zip(eqn.invars, rules[0].dims, rules[1].dims, strict=True):
+            paired = a is not None and b is not None
+            states.append(self.masked(operand, a, b) if paired else self._scalar(operand))
+        return _combined(name, states, eqn)
+
+    def _scalar(self, atom: Atom) -> str:
+        """What a value without both dims is, everywhere."""
+        if self.depends(atom):
+            return ""
+        value = self.constant(atom)
+        if value is None or not value.size:
+            return ""
+        if value.dtype != bool and bool((value > 0).all()):
+            return "positive"
+        return "zero" if not value.any() else "low" if bool((value <= LOW).all()) else ""
+
+    def _chosen(self, eqn: Equation, row: int, key: int) -> str:
+        predicate, *cases = eqn.invars
+        states = [
+            self.masked(case, row, key) if aval_of(case).shape else self._scalar(case)
+            for case in cases
+        ]
+        if self.depends(predicate):
+            # A mask of padding and later positions: false at later ones.
+            return states[0] if self.masked(predicate, row, key) == "zero" else ""
+        value = self.constant(predicate)
+        if value is None or value.shape != aval_of(eqn.outvars[0]).shape:
+            return ""
+        picked = {int(number) for number in np.unique(_later(value, row, key))}
+        found = {states[number] for number in picked}
+        return found.pop() if len(found) == 1 else ""
+
+    def constant(self, atom: Atom) -> np.ndarray | None:
+        """Return a value that depends on neither tokens nor weights; None if it does."""
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val)
+        if atom in self._constants:
+            return self._constants[atom]
+        value = None
+        if atom in self.made:
+            value = self._evaluate(*self.made[atom])
+        elif atom in self.jaxpr.constvars:
+            value = np.asarray(self.closed.consts[list(self.jaxpr.constvars).index(atom)])
+        self._constants[atom] = value
+        return value
+
+    def _evaluate(self, eqn: Equation, number: int) -> np.ndarray | None:
+        if self.depends(eqn.outvars[number]):
+            return None
+        operands = [self.constant(a) for a in eqn.invars]
+        if any(value is None for value in operands) or "key" in str(aval_of(eqn.outvars[0]).dtype):
+            return None
+        return np.asarray(bind(eqn, operands)[number])
+
+    def carried(self, eqn: Equation) -> bool:
+        """Whether an equation is a loop over positions with a state that begins without tokens."""
+        if eqn.primitive.name != "scan":
+            return False
+        constants, carries = scan_counts(eqn)
+        outside, sequences = eqn.invars[: constants + carries], eqn.invars[constants + carries :]
+        return not any(self.depends(a) for a in outside) and all(
+            self.of(a) == (0,) for a in sequences if self.depends(a)
+        )
+
+
+def _later(value: np.ndarray, row: int, key: int) -> np.ndarray:
+    """Return the elements whose key is later than their row."""
+    moved = np.moveaxis(value, (row, key), (0, 1))
+    return moved[np.triu_indices(moved.shape[0], 1, moved.shape[1])]
+
+
+def _masked_values(value: np.ndarray | None, row: int, key: int) -> str:
+    if value is None:
+        return ""
+    later = _later(value, row, key)
+    if not later.any():
+        return "zero"
+    return "low" if value.dtype != bool and bool((later <= LOW).all()) else ""
+
+
+def _combined(name: str, states: Sequence[str], eqn: Equation) -> str:
+    """Return what the result of an operation is, from what its operands are."""
+    some, first = set(states), states[0]
+    if name in ("mul", "and") and "zero" in some:
+        return "zero"
+    if name in ("mul", "div") and first == "low" and states[1] == "positive":
+        return "low"
+    if name == "mul" and some == {"low", "positive"}:
+        return "low"
+    if name in ("div", *_ZERO_TO_ZERO) and first == "zero":
+        return "zero"
+    if name == "dot_general":
+        return "zero" if "zero" in some else ""
+    if name in ("add", "sub") and first == "low":
+        return "low"
+    if name == "add" and "low" in some:
+        return "low"
+    if name in ("exp", "exp2", "logistic") and first == "low":
+        return "zero"
+    if name in ("add", "sub", "or", "max", "min") and some == {"zero"}:
+        return "zero"
+    if name in _LOW_TO_LOW or name in ("max", "min"):
+        return first if len(some) == 1 and first in ("low", "zero") else ""
+    if name in ELEMENTWISE or name in RUNNING:
+        return ""
+    moved = name not in ("argmax", "argmin", "reduce_prod")
+    return first if moved and len(some) == 1 and first in ("low", "zero") else ""

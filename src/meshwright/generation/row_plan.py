@@ -1,0 +1,184 @@
+"""What is computed of each value to get the next token's logits: new rows, all rows, or nothing.
+
+The plan is made backwards from the logits of one row. Where an operation needs a value of all rows,
+the value is kept in the cache, and only its new rows are computed. Values that no cache depends on
+are needed for the last row of a prompt only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwright.generation.positions import NotIncremental, Positions
+from meshwright.generation.row_rules import RowRule, row_rule
+from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
+
+WHOLE = (-1, False)
+"""All rows of a value, or a value that has none."""
+Need = tuple[int, bool]
+"""A dim of which rows are needed, and whether all new rows are, or only the last one."""
+
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type"})
+"""Operations that are cheaper to repeat than their results are to keep."""
+_OF_PAIRS = ELEMENTWISE | {
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "dot_general",
+    "reduce_sum", "reduce_max", "argmax",
+}  # fmt: skip
+"""Operations that may read values with two dims of positions."""
+_VANISHING = {"reduce_sum": "zero", "reduce_max": "low", "argmax": "low"}
+"""What later positions must be for an operation over them not to see them."""
+
+
+@dataclass
+class RowPlan:
+    """What is computed of each value of a program.
+
+    Attributes:
+        positions: what is known of the program.
+        needs: by variable, what is needed of it.
+        kept: by variable in the cache, its dim of positions.
+        carried: the loops over positions, whose states are in the cache.
+    """
+
+    positions: Positions
+    needs: dict[Var, set[Need]] = field(default_factory=dict[Var, set[Need]])
+    kept: dict[Var, int] = field(default_factory=dict[Var, int])
+    carried: list[Equation] = field(default_factory=list[Equation])
+
+    def need(self, atom: Atom, *needs: Need) -> None:
+        """Note that something is needed of a value."""
+        if not isinstance(atom, Literal):
+            self.needs.setdefault(atom, set()).update(needs)
+
+
+def plan_rows(positions: Positions) -> RowPlan:
+    """Plan how the logits of the next token are computed; raises `NotIncremental`."""
+    plan = RowPlan(positions)
+    (logits,) = positions.jaxpr.outvars[:1]
+    dims = positions.of(logits)
+    if isinstance(logits, Literal) or dims != (1,):
+        raise NotIncremental("the model does not return logits [rows, tokens, vocabulary]")
+    if aval_of(logits).shape[1] != positions.length:
+        raise NotIncremental("the model does not return logits for each token")
+    plan.need(logits, (1, False))
+    for eqn in reversed(positions.jaxpr.eqns):
+        for number, variable in enumerate(eqn.outvars):
+            for need in _resolved(plan, eqn, number, variable):
+                _pass_on(plan, eqn, number, need)
+    tokens = positions.jaxpr.invars[-1]
+    if WHOLE in plan.needs.get(tokens, ()):
+        plan.kept[tokens] = 1
+    return plan
+
+
+def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[Need]:
+    """Return what is to be computed of a value; one needed whole may come from the cache."""
+    needs = plan.needs.get(variable, set())
+    positions = plan.positions
+    if WHOLE not in needs or not positions.depends(variable):
+        return sorted(needs)
+    dims = positions.of(variable)
+    if len(dims) != 1:
+        why = "mixes positions" if not dims else "needs all pairs of positions"
+        raise NotIncremental.at(eqn, why)
+    rule = row_rule(eqn, number, dims[0])
+    moves = eqn.primitive.name in _MOVES and len(positions.of(eqn.invars[0])) == 1
+    if rule is None or (rule.whole and positions.lookahead(variable, dims[0]) > 0):
+        raise NotIncremental.at(eqn, "mixes positions")
+    if moves or rule.whole:
+        return sorted(needs)
+    plan.kept[variable] = dims[0]
+    needs.add((dims[0], True))
+    return sorted(needs - {WHOLE})
+
+
+def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
+    """Note what is needed of an equation's operands."""
+    positions, (dim, _) = plan.positions, need
+    variable = eqn.outvars[number]
+    if need == WHOLE:
+        _need_whole(plan, eqn.invars)
+        return
+    rule = row_rule(eqn, number, dim)
+    if not positions.depends(variable):
+        # Nothing of it depends on tokens: rows are computed, or taken from the whole.
+        if rule is None or rule.whole:
+            _need_whole(plan, eqn.invars)
+            plan.need(variable, WHOLE)
+        else:
+            _need_rows(plan, eqn, rule, need)
+        return
+    if rule is None or dim not in positions.of(variable):
+        raise NotIncremental.at(eqn, "mixes positions")
+    if rule.whole:
+        if positions.lookahead(variable, dim) > 0:
+            raise NotIncremental.at(eqn, "reads later positions")
+        _need_whole(plan, eqn.invars)
+        plan.need(variable, WHOLE)
+    elif eqn.primitive.name == "scan":
+        _carry(plan, eqn, rule)
+        plan.need(variable, (0, True))
+    else:
+        _check_pairs(positions, eqn, rule)
+        _need_rows(plan, eqn, rule, need)
+
+
+def _need_whole(plan: RowPlan, atoms: Sequence[Atom]) -> None:
+    for atom in atoms:
+        plan.need(atom, WHOLE)
+
+
+def _need_rows(plan: RowPlan, eqn: Equation, rule: RowRule, need: Need) -> None:
+    for atom, inner in zip(eqn.invars, rule.dims, strict=True):
+        plan.need(atom, WHOLE if inner is None else (inner, need[1]))
+
+
+def _carry(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
+    if not plan.positions.carried(eqn):
+        raise NotIncremental.at(eqn, "is a loop that begins with something of all positions")
+    if eqn not in plan.carried:
+        plan.carried.append(eqn)
+    _need_rows(plan, eqn, rule, (0, True))
+
+
+def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
+    """Raise if an operation over positions would see later ones."""
+    name = eqn.primitive.name
+    for atom, inner in zip(eqn.invars, rule.dims, strict=True):
+        dims = positions.of(atom)
+        if not dims:
+            if positions.depends(atom):
+                raise NotIncremental.at(eqn, "mixes positions")
+            continue
+        if len(dims) > 2 or (len(dims) == 2 and name not in _OF_PAIRS):
+            raise NotIncremental.at(eqn, "reads pairs of positions")
+        if inner is None and name != "dot_general":
+            raise NotIncremental.at(eqn, "mixes positions")
+        if inner is not None and inner not in dims:
+            raise NotIncremental.at(eqn, "mixes positions")
+        other = [d for d in dims if d != inner]
+        if name in _VANISHING and other and other[0] in eqn.params["axes"]:
+            assert inner is not None
+            if positions.masked(atom, inner, other[0]) != _VANISHING[name]:
+                raise NotIncremental.at(eqn, "reads later positions")
+    if name == "dot_general":
+        _check_product(positions, eqn, rule)
+
+
+def _check_product(positions: Positions, eqn: Equation, rule: RowRule) -> None:
+    """Raise if a product sums over later positions."""
+    if None not in rule.dims:
+        side = 0
+    else:
+        side = rule.dims.index(None) ^ 1
+    row, whole = eqn.invars[side], eqn.invars[side ^ 1]
+    sums = eqn.params["dimension_numbers"][0]
+    pairs = list(zip(sums[side], sums[side ^ 1], strict=True))
+    inner = rule.dims[side]
+    assert inner is not None
+    for mine, theirs in pairs:
+        if theirs in positions.of(whole) or mine in positions.of(row):
+            if positions.masked(row, inner, mine) != "zero":
+                raise NotIncremental.at(eqn, "sums over later positions")

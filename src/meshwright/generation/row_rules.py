@@ -1,0 +1,301 @@
+"""Rules for rows: what an operation needs of its operands to compute some rows of its result.
+
+A row is what belongs to one position: the index of a value along the dim of positions. Most
+operations compute a row from the same row of their operands; some (convolutions over time, running
+sums, shifts) need whole operands, and the row is taken from the whole result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind, scan_counts
+
+_REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+)
+RUNNING = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows: from which position on, and how many.
+
+    Attributes:
+        start: the first position; a number of the program, which may be traced.
+        count: how many.
+    """
+
+    start: Any
+    count: int
+
+    def of(self, value: Value, dim: int) -> Value:
+        """Return these rows of a value that has all of them."""
+        return jax.lax.dynamic_slice_in_dim(value, self.start, self.count, dim)
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """How rows of a result are computed.
+
+    Attributes:
+        dims: for each operand, the dim of which the same rows are needed; None for all of it.
+        run: computes the result from the operands and the rows.
+        whole: whether all operands are needed whole, and the rows are taken from the result.
+    """
+
+    dims: tuple[int | None, ...]
+    run: Callable[[Equation, Sequence[Value], Rows], list[Value]]
+    whole: bool = False
+
+
+def row_rule(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    """Return how rows along a dim of one result are computed; None if there is no way."""
+    name = eqn.primitive.name
+    if name in ELEMENTWISE:
+        size = _out(eqn, result)[dim]
+        shapes = [aval_of(a).shape for a in eqn.invars]
+        # Scalars and dims of size 1 are broadcast.
+        return RowRule(tuple(dim if s and s[dim] == size else None for s in shapes), _bound)
+    rule = _RULES.get(name)
+    return None if rule is None else rule(eqn, result, dim)
+
+
+def is_time_scan(eqn: Equation) -> bool:
+    """Whether an equation is a loop; its sequences and stacked results have one row a turn."""
+    return eqn.primitive.name == "scan" and not eqn.params.get("reverse", False)
+
+
+def _bound(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
+    del rows
+    return bind(eqn, operands)
+
+
+def _out(eqn: Equation, result: int = 0) -> tuple[int, ...]:
+    return aval_of(eqn.outvars[result]).shape
+
+
+def _in(eqn: Equation, operand: int = 0) -> tuple[int, ...]:
+    return aval_of(eqn.invars[operand]).shape
+
+
+def _resized(shape: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
+    return (*shape[:dim], count, *shape[dim + 1 :])
+
+
+def _whole(eqn: Equation) -> RowRule:
+    return RowRule((None,) * len(eqn.invars), _bound, whole=True)
+
+
+def _broadcast(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    placed = tuple(eqn.params["broadcast_dimensions"])
+    inner = placed.index(dim) if dim in placed else None
+    if inner is not None and _in(eqn)[inner] == 1 and _out(eqn)[dim] != 1:
+        inner = None
+
+    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
+        shape = _resized(_out(eqn), dim, rows.count)
+        return [jax.lax.broadcast_in_dim(operands[0], shape, placed)]
+
+    return RowRule((inner,), run)
+
+
+def _reshape(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    shape, out = _in(eqn), _out(eqn)
+    before = math.prod(out[:dim])
+    inner = [
+        i for i, size in enumerate(shape) if size == out[dim] and math.prod(shape[:i]) == before
+    ]
+    if not inner or eqn.params.get("dimensions") is not None:
+        return None
+
+    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
+        return [operands[0].reshape(_resized(_out(eqn), dim, rows.count))]
+
+    return RowRule((inner[0],), run)
+
+
+def _transpose(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    return RowRule((eqn.params["permutation"][dim],), _bound)
+
+
+def _kept_dims(eqn: Equation, dropped: Sequence[int]) -> list[int]:
+    return [i for i in range(len(_in(eqn))) if i not in dropped]
+
+
+def _squeeze(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    dropped = [d % len(_in(eqn)) for d in eqn.params["dimensions"]]
+    return RowRule((_kept_dims(eqn, dropped)[dim],), _bound)
+
+
+def _reduce(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    kept = _kept_dims(eqn, eqn.params["axes"])[dim]
+    return RowRule((kept,) * len(eqn.invars), _bound)
+
+
+def _along_other(axis: str) -> Callable[[Equation, int, int], RowRule | None]:
+    """A rule for operations along a dim that is not the one of positions."""
+
+    def rule(eqn: Equation, result: int, dim: int) -> RowRule | None:
+        if eqn.params[axis] % len(_out(eqn, result)) == dim:
+            return None
+        return RowRule((dim,) * len(eqn.invars), _bound)
+
+    return rule
+
+
+def _reverse(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    return None if dim in eqn.params["dimensions"] else RowRule((dim,), _bound)
+
+
+def _top_k(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    axis = eqn.params.get("axis", -1) % len(_in(eqn))
+    return None if axis == dim else RowRule((dim,) * len(eqn.invars), _bound)
+
+
+def _running(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    if eqn.params["axis"] != dim:
+        return RowRule((dim,), _bound)
+    return None if eqn.params["reverse"] else _whole(eqn)
+
+
+def _concatenate(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    if eqn.params["dimension"] == dim:
+        return _whole(eqn)
+    return RowRule((dim,) * len(eqn.invars), _bound)
+
+
+def _pad(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    low, high, interior = eqn.params["padding_config"][dim]
+    if (low, high, interior) == (0, 0, 0):
+        return RowRule((dim, None), _bound)
+    return None if interior else _whole(eqn)
+
+
+def _slice(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (1,) * len(starts)
+    if (starts[dim], limits[dim], strides[dim]) != (0, _in(eqn)[dim], 1):
+        return _whole(eqn) if strides[dim] == 1 else None
+
+    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
+        limits = _resized(eqn.params["limit_indices"], dim, rows.count)
+        return [jax.lax.slice(operands[0], starts, limits, strides)]
+
+    return RowRule((dim,), run)
+
+
+def _dynamic_slice(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    if eqn.params["slice_sizes"][dim] != _in(eqn)[dim]:
+        return None
+
+    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
+        sizes = _resized(eqn.params["slice_sizes"], dim, rows.count)
+        return [jax.lax.dynamic_slice(operands[0], operands[1:], sizes)]
+
+    return RowRule((dim, *[None] * (len(eqn.invars) - 1)), run)
+
+
+def _iota(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
+        dtype, shape = eqn.params["dtype"], _resized(_out(eqn), dim, rows.count)
+        counted = jax.lax.broadcasted_iota(dtype, shape, eqn.params["dimension"])
+        moves = eqn.params["dimension"] == dim
+        return [counted + jnp.asarray(rows.start, dtype) if moves else counted]
+
+    return RowRule((None,) * len(eqn.invars), run)
+
+
+def _product(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    if dim < len(left_batch):
+        return RowRule((left_batch[dim], right_batch[dim]), _bound)
+    place = dim - len(left_batch)
+    left = [i for i in range(len(_in(eqn))) if i not in (*left_sum, *left_batch)]
+    if place < len(left):
+        return RowRule((left[place], None), _bound)
+    right = [i for i in range(len(_in(eqn, 1))) if i not in (*right_sum, *right_batch)]
+    return RowRule((None, right[place - len(left)]), _bound)
+
+
+def _gather(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    numbers = eqn.params["dimension_numbers"]
+    indices = [i for i in range(len(_out(eqn))) if i not in numbers.offset_dims]
+    if dim not in indices:
+        return None
+    place = indices.index(dim)
+    batched = dict(
+        zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    )
+    return RowRule((batched.get(place), place), _bound)
+
+
+def _convolution(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    numbers = eqn.params["dimension_numbers"]
+    if dim == numbers.out_spec[0] and eqn.params["batch_group_count"] == 1:
+        return RowRule((numbers.lhs_spec[0], None), _bound)
+    if dim == numbers.out_spec[1]:
+        return None
+    place = numbers.out_spec[2:].index(dim)
+    steps = eqn.params["window_strides"][place], eqn.params["lhs_dilation"][place]
+    return _whole(eqn) if steps == (1, 1) else None
+
+
+def _scan(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    """Stacked results have their rows from those of the sequences; the carry is kept elsewhere."""
+    constants, carries = scan_counts(eqn)
+    if result < carries or dim != 0 or not is_time_scan(eqn):
+        return None
+    before = constants + carries
+    return RowRule((*[None] * before, *[0] * (len(eqn.invars) - before)), _bound)
+
+
+def source_dim(eqn: Equation, dim: int) -> tuple[int, int]:
+    """For an operation that needs whole operands, how its rows are related to theirs.
+
+    Returns:
+        The operand's dim of positions, and how many rows later than its own a row reads.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "slice":
+        return dim, params["start_indices"][dim]
+    if name == "pad":
+        return dim, -params["padding_config"][dim][0]
+    if name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        place = numbers.out_spec[2:].index(dim)
+        size = _in(eqn, 1)[numbers.rhs_spec[2 + place]]
+        reach = (size - 1) * params["rhs_dilation"][place]
+        return numbers.lhs_spec[2 + place], reach - params["padding"][place][0]
+    return dim, 0
+
+
+_RULES: Mapping[str, Callable[[Equation, int, int], RowRule | None]] = {
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(RUNNING, _running),
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "split": _along_other("axis"),
+    "rev": _reverse,
+    "sort": _along_other("dimension"),
+    "top_k": _top_k,
+    "concatenate": _concatenate,
+    "pad": _pad,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "iota": _iota,
+    "dot_general": _product,
+    "gather": _gather,
+    "conv_general_dilated": _convolution,
+    "scan": _scan,
+}
