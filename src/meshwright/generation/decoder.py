@@ -1,4 +1,4 @@
-"""Decoders: how the logits of the next token are computed, from what earlier tokens left or anew."""
+"""Decoders: how the next token's logits are computed, from what earlier tokens left or anew."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ class Decoder(Protocol):
     """
 
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        """The most tokens of a row."""
+        ...
 
     @property
-    def reason(self) -> str: ...
+    def reason(self) -> str:
+        """Why nothing is kept."""
+        ...
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts.

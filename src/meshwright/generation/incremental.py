@@ -1,8 +1,8 @@
-"""A decoder derived from a model's traced program: it computes new rows, and keeps what they need."""
+"""A decoder derived from a model's program: it computes new rows, and keeps what they need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax import Array
 
 from meshwright.generation.decoder import Cache, Weights
 from meshwright.generation.positions import Positions
-from meshwright.generation.row_plan import WHOLE, Need, RowPlan, plan_rows
+from meshwright.generation.row_plan import WHOLE, Need, plan_rows
 from meshwright.generation.row_rules import Rows, row_rule
 from meshwright.generation.traced_decoder import TwoLengths, by_short
 from meshwright.program.evaluate.evaluator import Evaluator
@@ -123,14 +123,11 @@ class _Rows:
 
     def _to_compute(self, variable: Var) -> list[Need]:
         needs = self._plan.needs.get(variable, set())
-        whole = WHOLE in needs and variable not in self._plan.kept
-        # A row that is the last is taken from all of them.
-        wanted = [
-            need for need in needs if need != WHOLE and (need[1] or (need[0], True) not in needs)
-        ]
-        return (
-            [WHOLE, *(n for n in wanted if not self._from_whole(variable, n))] if whole else wanted
-        )
+        # The last row is taken from all new ones where those are needed as well.
+        rows = [n for n in needs - {WHOLE} if n[1] or (n[0], True) not in needs]
+        if WHOLE not in needs or variable in self._plan.kept:
+            return rows
+        return [WHOLE, *(n for n in rows if not self._from_whole(variable, n))]
 
     def _from_whole(self, variable: Var, need: Need) -> bool:
         """Whether rows are taken from all of them, which are computed anyway."""
@@ -213,8 +210,3 @@ def _only_valid(
         return kept, out[carries:]
 
     return body
-
-
-def describe(plan: RowPlan) -> Mapping[str, int]:
-    """Return how many values and states a plan keeps."""
-    return {"values": len(plan.kept), "loops": len(plan.carried)}

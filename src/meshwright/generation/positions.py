@@ -1,8 +1,8 @@
 """Which dims of a program's values are positions, and whether rows depend on later positions.
 
-The program maps the tokens of one row [1, T] to logits [1, T, V]. A value that depends on tokens has
-a dim of positions, or two, such as the scores of attention. Where a sum over positions follows, all
-later positions must have been masked: their weights are zero whatever the tokens.
+The program maps the tokens of one row [1, T] to logits [1, T, V]. A value that depends on tokens
+has a dim of positions, or two, such as the scores of attention. Where a sum over positions follows,
+all later positions must have been masked: their weights are zero whatever the tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from meshwright.generation.row_rules import RUNNING, row_rule, source_dim
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.op import primitives
 from meshwright.program.jaxpr.equations import (
     Atom,
     ClosedJaxpr,
@@ -30,39 +31,14 @@ from meshwright.program.jaxpr.names import module_of
 
 LOW = -9999.0
 """Scores at most this much are masked: their exponentials vanish beside any other."""
-_ZERO_TO_ZERO = frozenset(
-    [
-        "abs",
-        "asin",
-        "asinh",
-        "atan",
-        "atanh",
-        "cbrt",
-        "ceil",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "erf",
-        "expm1",
-        "floor",
-        "integer_pow",
-        "log1p",
-        "name",
-        "neg",
-        "real",
-        "reduce_precision",
-        "round",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "tan",
-        "tanh",
-    ]
+_ZERO_TO_ZERO = primitives(
+    """
+    abs asin asinh atan atanh cbrt ceil convert_element_type copy copy_p erf expm1 floor
+    integer_pow log1p name neg real reduce_precision round sign sin sinh sqrt square stop_gradient
+    tan tanh
+    """
 )
-_LOW_TO_LOW = frozenset(["convert_element_type", "copy", "copy_p", "name", "stop_gradient"])
+_LOW_TO_LOW = primitives("convert_element_type copy copy_p name stop_gradient")
 _NO_LOOKAHEAD = -(2**31)
 
 
@@ -82,7 +58,6 @@ class Positions:
 
     Args:
         closed: the program, traced for few positions; its last input is the tokens [1, T].
-        known: by input of an inner program, its dims of positions; by default those of the tokens.
     """
 
     def __init__(self, closed: ClosedJaxpr) -> None:
@@ -168,7 +143,7 @@ class Positions:
         if not self.depends(atom):
             return _masked_values(self.constant(atom), row, key)
         assert not isinstance(atom, Literal)
-        if atom not in self.made or {row, key} - set(self.of(atom)):
+        if atom not in self.made:
             return ""
         eqn, number = self.made[atom]
         name = eqn.primitive.name

@@ -110,7 +110,7 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
         else:
             _need_rows(plan, eqn, rule, need)
         return
-    if rule is None or dim not in positions.of(variable):
+    if rule is None:
         raise NotIncremental.at(eqn, "mixes positions")
     if rule.whole:
         if positions.lookahead(variable, dim) > 0:
@@ -154,9 +154,7 @@ def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
             continue
         if len(dims) > 2 or (len(dims) == 2 and name not in _OF_PAIRS):
             raise NotIncremental.at(eqn, "reads pairs of positions")
-        if inner is None and name != "dot_general":
-            raise NotIncremental.at(eqn, "mixes positions")
-        if inner is not None and inner not in dims:
+        if inner is None and name not in _OF_PAIRS:
             raise NotIncremental.at(eqn, "mixes positions")
         other = [d for d in dims if d != inner]
         if name in _VANISHING and other and other[0] in eqn.params["axes"]:
@@ -169,16 +167,13 @@ def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
 
 def _check_product(positions: Positions, eqn: Equation, rule: RowRule) -> None:
     """Raise if a product sums over later positions."""
-    if None not in rule.dims:
-        side = 0
-    else:
-        side = rule.dims.index(None) ^ 1
+    side = rule.dims.index(None) ^ 1 if None in rule.dims else 0
     row, whole = eqn.invars[side], eqn.invars[side ^ 1]
     sums = eqn.params["dimension_numbers"][0]
     pairs = list(zip(sums[side], sums[side ^ 1], strict=True))
     inner = rule.dims[side]
     assert inner is not None
     for mine, theirs in pairs:
-        if theirs in positions.of(whole) or mine in positions.of(row):
-            if positions.masked(row, inner, mine) != "zero":
-                raise NotIncremental.at(eqn, "sums over later positions")
+        summed = theirs in positions.of(whole) or mine in positions.of(row)
+        if summed and positions.masked(row, inner, mine) != "zero":
+            raise NotIncremental.at(eqn, "sums over later positions")

@@ -12,6 +12,7 @@ import numpy as np
 
 from meshwright.generation.decoder import LogitsOf, Weights
 from meshwright.generation.positions import NotIncremental
+from meshwright.program.dims.op import primitives
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
 from meshwright.program.jaxpr.equations import (
     REMATS,
@@ -27,20 +28,11 @@ from meshwright.program.jaxpr.equations import (
 
 SHORT = 61
 """Positions of the short program: a number that is hardly the size of another dim."""
-_SIZES = frozenset(
-    [
-        "shape",
-        "new_sizes",
-        "sizes",
-        "limit_indices",
-        "start_indices",
-        "slice_sizes",
-        "length",
-        "padding_config",
-        "padding",
-        "sharding",
-        "strides",
-    ]
+_SIZES = primitives(
+    """
+    shape new_sizes sizes limit_indices start_indices slice_sizes length padding_config padding
+    sharding strides
+    """
 )
 """Parameters of operations that follow from the shapes of their operands and results."""
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
