@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.generation.decoder import Cache, Weights
-from meshwright.generation.positions import Positions
-from meshwright.generation.row_plan import WHOLE, Need, plan_rows
+from meshwright.generation.positions import NotIncremental, Positions
+from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows, row_rule
-from meshwright.generation.traced_decoder import TwoLengths, by_short
+from meshwright.generation.traced_decoder import TracedDecoder
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
+    ClosedJaxpr,
     Equation,
     Literal,
     Value,
@@ -37,43 +38,53 @@ class IncrementalDecoder:
 
     reason = ""
 
-    def __init__(self, traced: TwoLengths, length: int) -> None:
-        self.length, self._traced = length, traced
+    def __init__(self, traced: TracedDecoder, length: int) -> None:
+        self.length, self.traced = length, traced
         self.plan = plan_rows(Positions(traced.short))
-        self._long = by_short(traced)
+        self.orders = {v: stored_order(self.plan, v, dim) for v, dim in self.plan.kept.items()}
+        """By kept variable, the order of its dims in the cache."""
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts; see `Decoder`."""
+        program = self._program_for_prompts(tokens.shape[1])
 
         def one(row: Array, length: Array) -> tuple[Array, Cache]:
             rows = Rows(0, row.shape[0])
-            return _Rows(self, weights, row, rows, length - 1, None).run()
+            return _Rows(self, program, weights, row, rows, length - 1, None).run()
 
-        return jax.vmap(one)(tokens, lengths)
+        logits, cache = jax.vmap(one)(tokens, lengths)
+        return logits, {**cache, "rows": self._with_room(cache["rows"])}
 
     def step(
         self, weights: Weights, cache: Cache, tokens: Array, positions: Array
     ) -> tuple[Array, Cache]:
         """Read one more token of each row; see `Decoder`."""
+        program = self.traced.of_length(self.length)
 
         def one(cache: Cache, token: Array, position: Array) -> tuple[Array, Cache]:
             rows = Rows(position, 1)
-            return _Rows(self, weights, token[None], rows, position, cache).run()
+            return _Rows(self, program, weights, token[None], rows, position, cache).run()
 
         return jax.vmap(one)(cache, tokens, positions)
 
-    @property
-    def traced(self) -> TwoLengths:
-        """The model's program."""
-        return self._traced
+    def _program_for_prompts(self, length: int) -> ClosedJaxpr:
+        """Return the program for prompts alone; that for whole rows if it is another one."""
+        try:
+            return self.traced.of_length(length)
+        except NotIncremental:
+            return self.traced.of_length(self.length)
 
-    def like(self, variable: Var) -> Any:
-        """Return shape and dtype of a variable with all rows."""
-        return aval_of(self._long[variable])
+    def _with_room(self, kept: Sequence[Array]) -> list[Array]:
+        """Return the cache of prompts with room for what is to come."""
+        return [
+            _lengthened(value, order.index(self.plan.kept[variable]) + 1, self.length)
+            for value, (variable, order) in zip(kept, self.orders.items(), strict=True)
+        ]
 
-    def kept_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of what is kept of each row."""
-        return [self.like(variable).shape for variable in self.plan.kept]
+
+def _lengthened(value: Array, dim: int, length: int) -> Array:
+    room = [(0, length - value.shape[dim] if d == dim else 0) for d in range(value.ndim)]
+    return jnp.pad(value, room)
 
 
 class _Rows:
@@ -82,29 +93,30 @@ class _Rows:
     def __init__(
         self,
         decoder: IncrementalDecoder,
+        program: ClosedJaxpr,
         weights: Weights,
         tokens: Array,
         rows: Rows,
         last: Any,
         cache: Cache | None,
     ) -> None:
-        self._decoder, self._plan = decoder, decoder.plan
+        self._decoder, self._plan, self._program = decoder, decoder.plan, program
         self._rows, self._last, self._cache = rows, last, cache
         self._values: dict[tuple[Var, Need], Value] = {}
         self._new: dict[Var, Value] = {}
         self._states: list[list[Value]] = []
-        short, long = decoder.traced.short, decoder.traced.long
-        self._give(short.jaxpr.constvars, long.consts)
-        self._give(short.jaxpr.invars[:-1], weights)
-        given = short.jaxpr.invars[-1]
+        short = decoder.traced.short.jaxpr
+        self._give(short.constvars, program.consts)
+        self._give(short.invars[:-1], weights)
+        given = short.invars[-1]
         self._values[given, (1, True)] = tokens[None]
         if given in self._plan.kept:
-            self._keep(given, tokens[None])
+            self._keep(given, tokens[None], self._program.jaxpr.invars[-1])
 
     def run(self) -> tuple[Array, Cache]:
         """Return the logits of the last row, and the new cache."""
-        traced = self._decoder.traced
-        for eqn, long in zip(traced.short.jaxpr.eqns, traced.long.jaxpr.eqns, strict=True):
+        short = self._decoder.traced.short.jaxpr
+        for eqn, long in zip(short.eqns, self._program.jaxpr.eqns, strict=True):
             if eqn in self._plan.carried:
                 self._run_loop(eqn, long)
                 continue
@@ -113,9 +125,11 @@ class _Rows:
                     self._values[variable, need] = self._compute(eqn, long, number, need)
                 if variable in self._plan.kept:
                     row = self._values[variable, (self._plan.kept[variable], True)]
-                    self._keep(variable, row)
-        logits = self._read(traced.short.jaxpr.outvars[0], (1, False))
-        return logits[0, 0], {"rows": list(self._new.values()), "states": self._states}
+                    self._keep(variable, row, long.outvars[number])
+        logits = self._read(short.outvars[0], (1, False))
+        # In the order of the plan: equations come in the other one.
+        rows = [self._new[variable] for variable in self._plan.kept]
+        return logits[0, 0], {"rows": rows, "states": self._states}
 
     def _give(self, variables: Sequence[Var], values: Sequence[Value]) -> None:
         for variable, value in zip(variables, values, strict=True):
@@ -135,14 +149,22 @@ class _Rows:
         rule = row_rule(eqn, number, need[0])
         return rule is None or rule.whole
 
-    def _keep(self, variable: Var, row: Value) -> None:
-        dim, like = self._plan.kept.get(variable, 1), self._decoder.like(variable)
+    def _keep(self, variable: Var, row: Value, long: Var) -> None:
+        """Add new rows to what is kept."""
+        order = self._decoder.orders[variable]
+        dim = order.index(self._plan.kept[variable])
+        row = jnp.transpose(row, order)
         if self._cache is None:
-            before = jnp.zeros(like.shape, like.dtype)
+            shape = tuple(aval_of(long).shape[d] for d in order)
+            new = row if row.shape == shape else jnp.zeros(shape, row.dtype)
+            new = jax.lax.dynamic_update_slice_in_dim(new, row, self._rows.start, dim)
         else:
-            before = self._cache["rows"][len(self._new)]
-        new = jax.lax.dynamic_update_slice_in_dim(before, row, self._rows.start, dim)
-        self._new[variable] = self._values[variable, WHOLE] = new
+            before = self._cache["rows"][list(self._plan.kept).index(variable)]
+            new = jax.lax.dynamic_update_slice_in_dim(before, row, self._rows.start, dim)
+        self._new[variable] = new
+        self._values[variable, WHOLE] = jnp.transpose(
+            new, [order.index(d) for d in range(new.ndim)]
+        )
 
     def _read(self, atom: Atom, need: Need) -> Value:
         if isinstance(atom, Literal):
@@ -193,7 +215,7 @@ class _Rows:
         for variable, value in zip(eqn.outvars[carries:], results, strict=True):
             self._values[variable, (0, True)] = value
             if variable in self._plan.kept:
-                self._keep(variable, value)
+                self._keep(variable, value, long.outvars[eqn.outvars.index(variable)])
 
 
 def _only_valid(

@@ -8,7 +8,7 @@ from jax import Array
 from meshwright.generation.decoder import Decoder, RecomputingDecoder, split_model
 from meshwright.generation.incremental import IncrementalDecoder
 from meshwright.generation.positions import NotIncremental
-from meshwright.generation.traced_decoder import trace_two_lengths
+from meshwright.generation.traced_decoder import TracedDecoder
 from meshwright.program.trace.scopes import module_scopes
 
 
@@ -22,7 +22,7 @@ def make_decoder(model: nnx.Module, length: int) -> tuple[Decoder, list[Array]]:
     logits_of, weights = split_model(model)
     try:
         with module_scopes(model):
-            traced = trace_two_lengths(logits_of, weights, length)
-        return IncrementalDecoder(traced, length), weights
+            decoder = IncrementalDecoder(TracedDecoder(logits_of, weights, length), length)
+        return decoder, weights
     except NotIncremental as reason:
         return RecomputingDecoder(logits_of, length, str(reason)), weights

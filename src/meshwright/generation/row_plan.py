@@ -7,6 +7,7 @@ are needed for the last row of a prompt only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -84,7 +85,7 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
         why = "mixes positions" if not dims else "needs all pairs of positions"
         raise NotIncremental.at(eqn, why)
     rule = row_rule(eqn, number, dims[0])
-    moves = eqn.primitive.name in _MOVES and len(positions.of(eqn.invars[0])) == 1
+    moves = _smallest_source(positions, variable) < _num_bytes(variable)
     if rule is None or (rule.whole and positions.lookahead(variable, dims[0]) > 0):
         raise NotIncremental.at(eqn, "mixes positions")
     if moves or rule.whole:
@@ -92,6 +93,41 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
     plan.kept[variable] = dims[0]
     needs.add((dims[0], True))
     return sorted(needs - {WHOLE})
+
+
+def _smallest_source(positions: Positions, variable: Var) -> int:
+    """Return the bytes of the smallest value that this one is only moved or repeated from."""
+    size, atom = _num_bytes(variable), variable
+    while atom in positions.made:
+        eqn, _ = positions.made[atom]
+        source = eqn.invars[0] if eqn.invars else None
+        if eqn.primitive.name not in _MOVES or not isinstance(source, Var):
+            break
+        if len(positions.of(source)) != 1:
+            break
+        atom = source
+        size = min(size, _num_bytes(atom))
+    return size
+
+
+def _num_bytes(variable: Var) -> int:
+    aval = aval_of(variable)
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def stored_order(plan: RowPlan, variable: Var, dim: int) -> tuple[int, ...]:
+    """Return the order of a kept value's dims in the cache.
+
+    A product is fastest if the dims that it is repeated over come first, then positions.
+    """
+    first: Sequence[int] = ()
+    for eqn in plan.positions.jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and variable in eqn.invars:
+            first = eqn.params["dimension_numbers"][1][list(eqn.invars).index(variable)]
+    if dim in first:
+        first = ()
+    rest = [d for d in range(len(aval_of(variable).shape)) if d not in (*first, dim)]
+    return (*first, dim, *rest) if first else tuple(sorted((*rest, dim)))
 
 
 def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:

@@ -1,9 +1,8 @@
-"""A decoder's program, traced for two lengths that must differ in nothing but their shapes."""
+"""A decoder's program, traced for several lengths that must differ in nothing but their shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Value,
     Var,
-    aval_of,
+    scan_counts,
     structs_of,
 )
 
@@ -35,38 +34,88 @@ _SIZES = primitives(
     """
 )
 """Parameters of operations that follow from the shapes of their operands and results."""
+_UNROLLED = 256
+"""Turns of a loop that is unrolled, at most."""
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
-@dataclass(frozen=True)
-class TwoLengths:
-    """The same program for few positions, and for as many as are generated.
+class TracedDecoder:
+    """A model's program for rows of any length; raises `NotIncremental` if they are not alike.
+
+    Args:
+        logits_of: the model.
+        weights: the values of its variables, or arrays of their shapes.
+        length: the most tokens of a row.
 
     Attributes:
-        short: for few; what is known of the program is found here.
-        long: for all; this is evaluated.
+        short: the program for few positions; what is known of the program is found here.
     """
 
-    short: ClosedJaxpr
-    long: ClosedJaxpr
+    def __init__(self, logits_of: LogitsOf, weights: Weights, length: int) -> None:
+        self._logits_of = logits_of
+        self._weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
+        self._loops: list[bool] = []
+        short = SHORT if length > SHORT else length - 1
+        if short < 4:
+            raise NotIncremental(f"{length} tokens are too few to tell positions from other dims")
+        self.short = self._trace(short, _Loops(short, self._loops))
+        self._programs: dict[int, ClosedJaxpr] = {}
+        self.of_length(length)
+
+    def of_length(self, length: int) -> ClosedJaxpr:
+        """Return the program for rows of a length."""
+        if length not in self._programs:
+            program = self._trace(length, _Loops(length, self._loops, again=True))
+            _compare(self.short, program)
+            self._programs[length] = program
+        return self._programs[length]
+
+    def _trace(self, length: int, loops: _Loops) -> ClosedJaxpr:
+        structs = [*self._weights, jax.ShapeDtypeStruct((1, length), jnp.int32)]
+        traced = jax.make_jaxpr(lambda *args: self._logits_of(args[:-1], args[-1]))(*structs)
+        inlined = Evaluator((_inline, loops)).run
+        return jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
 
 
-def trace_two_lengths(logits_of: LogitsOf, weights: Weights, length: int) -> TwoLengths:
-    """Trace a model for two lengths; raises `NotIncremental` if they differ in more than shapes."""
-    short = SHORT if length > SHORT else length - 1
-    if short < 4:
-        raise NotIncremental(f"{length} tokens are too few to tell positions from other dims")
-    both = TwoLengths(_trace(logits_of, weights, short), _trace(logits_of, weights, length))
-    _compare(both.short, both.long)
-    return both
+class _Loops:
+    """Unrolls loops over anything but positions, such as a model's blocks.
+
+    Args:
+        length: the number of positions.
+        found: for each loop in order, whether it is unrolled; filled by the first trace.
+        again: whether to do as the first trace did.
+    """
+
+    def __init__(self, length: int, found: list[bool], *, again: bool = False) -> None:
+        self._length, self._found = length, found
+        self._again = iter(list(found)) if again else None
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Return the results of a loop that is unrolled."""
+        if eqn.primitive.name != "scan":
+            return None
+        count = eqn.params["length"]
+        unrolled = count != self._length and count <= _UNROLLED
+        if self._again is None:
+            self._found.append(unrolled)
+        else:
+            unrolled = next(self._again, False)
+        return _unroll(eqn, env) if unrolled else None
 
 
-def _trace(logits_of: LogitsOf, weights: Weights, length: int) -> ClosedJaxpr:
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    structs = [*(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights), tokens]
-    traced = jax.make_jaxpr(lambda *args: logits_of(args[:-1], args[-1]))(*structs)
-    inlined = Evaluator((_inline,)).run
-    return jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
+def _unroll(eqn: Equation, env: Environment) -> list[Value]:
+    constants, carries = scan_counts(eqn)
+    operands = env.operands(eqn)
+    fixed, state = operands[:constants], operands[constants : constants + carries]
+    results: list[list[Value]] = []
+    turns = range(eqn.params["length"])
+    for turn in reversed(turns) if eqn.params["reverse"] else turns:
+        slices = [value[turn] for value in operands[constants + carries :]]
+        out = env.run(eqn.params["jaxpr"], [*fixed, *state, *slices])
+        state = out[:carries]
+        results.append(out[carries:])
+    ordered = results[::-1] if eqn.params["reverse"] else results
+    return [*state, *(jnp.stack(parts) for parts in zip(*ordered, strict=True))]
 
 
 def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
@@ -130,19 +179,3 @@ def _same_start(one: np.ndarray, other: np.ndarray) -> bool:
         return one.shape == other.shape
     common = tuple(slice(min(a, b)) for a, b in zip(one.shape, other.shape, strict=True))
     return bool(np.array_equal(one[common], other[common]))
-
-
-def by_short(both: TwoLengths) -> Mapping[Var, Var]:
-    """Return the variables of the long program by those of the short one."""
-    pairs: list[tuple[Sequence[Any], Sequence[Any]]] = [
-        (both.short.jaxpr.invars, both.long.jaxpr.invars),
-        (both.short.jaxpr.constvars, both.long.jaxpr.constvars),
-    ]
-    for one, other in zip(both.short.jaxpr.eqns, both.long.jaxpr.eqns, strict=True):
-        pairs.append((one.outvars, other.outvars))
-    return {a: b for one, other in pairs for a, b in zip(one, other, strict=True)}
-
-
-def logits_shape(closed: ClosedJaxpr) -> tuple[int, ...]:
-    """Return the shape of a program's logits."""
-    return aval_of(closed.jaxpr.outvars[0]).shape
