@@ -101,6 +101,13 @@ class Positions:
         pairs = zip(eqn.invars, rule.dims, strict=True)
         return any(inner is not None and inner in self.of(a) for a, inner in pairs)
 
+    def mixed_by(self, atom: Atom) -> Equation:
+        """Return the equation that took the positions from a value that has none."""
+        assert not isinstance(atom, Literal)
+        eqn, _ = self.made[atom]
+        before = [a for a in eqn.invars if self.depends(a) and not self.of(a)]
+        return self.mixed_by(before[0]) if before else eqn
+
     def lookahead(self, atom: Atom, dim: int) -> int:
         """Return how many positions later than its own a row of a value depends on, at most."""
         if not self.depends(atom) or isinstance(atom, Literal) or atom not in self.made:
@@ -154,8 +161,10 @@ class Positions:
             return ""
         states: list[str] = []
         for operand, a, b in zip(eqn.invars, rules[0].dims, rules[1].dims, strict=True):
-            paired = a is not None and b is not None
-            states.append(self.masked(operand, a, b) if paired else self._scalar(operand))
+            if a is None or b is None:
+                states.append(self._scalar(operand))
+            else:
+                states.append(self.masked(operand, a, b))
         return _combined(name, states, eqn)
 
     def _scalar(self, atom: Atom) -> str:

@@ -186,7 +186,7 @@ def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
         dims = positions.of(atom)
         if not dims:
             if positions.depends(atom):
-                raise NotIncremental.at(eqn, "mixes positions")
+                raise NotIncremental.at(positions.mixed_by(atom), "mixes positions")
             continue
         if len(dims) > 2 or (len(dims) == 2 and name not in _OF_PAIRS):
             raise NotIncremental.at(eqn, "reads pairs of positions")

@@ -150,9 +150,10 @@ def _alike(one: Equation, other: Equation, names: Mapping[Var, Var]) -> bool:
 
 
 def _same_atom(one: Atom, other: Atom, names: Mapping[Var, Var]) -> bool:
+    if isinstance(one, Literal) and isinstance(other, Literal):
+        return bool(np.array_equal(one.val, other.val, equal_nan=_is_float(one)))
     if isinstance(one, Literal) or isinstance(other, Literal):
-        both = isinstance(one, Literal) and isinstance(other, Literal)
-        return both and bool(np.array_equal(one.val, other.val, equal_nan=_is_float(one)))
+        return False
     return one not in names or names[one] is other
 
 
