@@ -1,0 +1,248 @@
+"""Choosing tokens from logits: what is left to draw from, the draw, and its log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from meshwright.config.argument_checks import check_count, check_kind
+from meshwright.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; the effects are applied in this order.
+
+    Attributes:
+        logit_bias: what is added to the logits of tokens, by token.
+        repetition_penalty: logits of tokens that a row has already are divided by it if positive,
+            and multiplied if negative.
+        stop_tokens: tokens that end a row.
+        min_new_tokens: new tokens of a row before it may end by a stop token.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: only the k likeliest tokens are left; 0 leaves all.
+        top_p: only the likeliest tokens that reach this probability together are left.
+        min_p: only tokens with at least this share of the likeliest one's probability are left.
+    """
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    repetition_penalty: float = 1.0
+    stop_tokens: Sequence[int] = ()
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+        check_count("top_k", self.top_k, least=0)
+        check_count("min_new_tokens", self.min_new_tokens, least=0)
+        ranges = {
+            "temperature": (self.temperature >= 0, "0 or more"),
+            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "more than 0; 1 does nothing"),
+        }
+        for name, (valid, allowed) in ranges.items():
+            value = getattr(self, name)
+            if not valid or not np.isfinite(value):
+                raise UserError(f"{name}={value} is not valid", fix=f"write a number {allowed}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+    @property
+    def method(self) -> Method:
+        """What a program must compute; the numbers are its inputs."""
+        return Method(
+            greedy=self.greedy,
+            biased=bool(self.logit_bias),
+            penalized=self.repetition_penalty != 1,
+            barred=self.min_new_tokens > 0 and len(self.stop_tokens) > 0,
+            top_k=self.top_k > 0 and not self.greedy,
+            top_p=self.top_p < 1 and not self.greedy,
+            min_p=self.min_p > 0 and not self.greedy,
+        )
+
+    def numbers(self, vocabulary: int, seed: int) -> Numbers:
+        """Return the inputs of a program, for tokens below `vocabulary`."""
+        stops, bias = np.zeros(vocabulary, bool), np.zeros(vocabulary, np.float32)
+        stops[self._known("stop_tokens", self.stop_tokens, vocabulary)] = True
+        tokens = self._known("logit_bias", tuple(self.logit_bias), vocabulary)
+        bias[tokens] = list(self.logit_bias.values())
+        return Numbers(
+            seed=np.uint32(seed & 0xFFFFFFFF),
+            stops=stops,
+            bias=bias,
+            penalty=np.float32(self.repetition_penalty),
+            min_new=np.int32(self.min_new_tokens),
+            temperature=np.float32(self.temperature or 1.0),
+            top_k=np.float32(min(self.top_k or vocabulary, vocabulary)),
+            top_p=np.float32(self.top_p),
+            min_p=np.float32(self.min_p),
+        )
+
+    def _known(self, name: str, tokens: Sequence[int], vocabulary: int) -> list[int]:
+        for token in tokens:
+            check_kind(name, token, (int, np.integer), "write token ids")
+            if not 0 <= token < vocabulary:
+                raise UserError(
+                    f"{name} has the token {token}, which the model does not know",
+                    why=f"its {vocabulary:,} tokens are 0 to {vocabulary - 1}",
+                    fix=f"write {name} with tokens of this model",
+                )
+        return [int(token) for token in tokens]
+
+
+class Method(NamedTuple):
+    """What is done to logits; it decides which program is compiled."""
+
+    greedy: bool = True
+    biased: bool = False
+    penalized: bool = False
+    barred: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+
+class Numbers(NamedTuple):
+    """The numbers of a `Sampling`, as arrays; `stops` and `bias` are [V]."""
+
+    seed: Any
+    stops: Any
+    bias: Any
+    penalty: Any
+    min_new: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+class Draws(NamedTuple):
+    """What the random bits of each row are a function of, besides the seed; int32 [B] each."""
+
+    prompt: Array
+    sample: Array
+    position: Array
+
+
+class Chosen(NamedTuple):
+    """Tokens [B] and their log-probabilities [B].
+
+    Attributes:
+        token: the tokens.
+        log_prob: of the model's full distribution.
+        drawn_log_prob: of the distribution that was drawn from; 0 at temperature 0.
+    """
+
+    token: Array
+    log_prob: Array
+    drawn_log_prob: Array
+
+
+def choose(
+    method: Method, numbers: Numbers, logits: Array, draws: Draws, seen: Array, count: Array
+) -> Chosen:
+    """Choose a token for each row.
+
+    Args:
+        method: what to do.
+        numbers: with which numbers.
+        logits: of the model, [B, V].
+        draws: which random bits each row has.
+        seen: bool [B, V], the tokens that a row has; read for a repetition penalty only.
+        count: int32 [B], the new tokens that a row has.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    changed = logits
+    if method.biased:
+        changed = changed + numbers.bias
+    if method.penalized:
+        changed = penalize(changed, seen, numbers.penalty)
+    if method.barred:
+        early = (count < numbers.min_new)[:, None]
+        changed = jnp.where(early & numbers.stops, -jnp.inf, changed)
+    if method.greedy:
+        token = jnp.argmax(changed, axis=-1).astype(jnp.int32)
+        return Chosen(token, _log_prob(logits, token), jnp.zeros_like(logits[:, 0]))
+    left = changed / numbers.temperature
+    if method.top_k:
+        left = keep_top_k(left, numbers.top_k)
+    if method.top_p:
+        left = keep_top_p(left, numbers.top_p)
+    if method.min_p:
+        left = keep_min_p(left, numbers.min_p)
+    noise = gumbel(numbers.seed, draws, logits.shape[-1])
+    token = jnp.argmax(left + noise, axis=-1).astype(jnp.int32)
+    return Chosen(token, _log_prob(logits, token), _log_prob(left, token))
+
+
+def penalize(logits: Array, seen: Array, penalty: Any) -> Array:
+    """Make tokens that were seen less likely."""
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_top_k(logits: Array, k: Any) -> Array:
+    """Leave the k likeliest tokens, and those as likely as the last of them."""
+    return _keep_likeliest(logits, lambda kept: kept.sum(axis=-1, dtype=jnp.float32) >= k)
+
+
+def keep_top_p(logits: Array, p: Any) -> Array:
+    """Leave the fewest likeliest tokens that reach probability p together, ties included."""
+    shares = jax.nn.softmax(logits, axis=-1)
+    return _keep_likeliest(logits, lambda kept: jnp.where(kept, shares, 0).sum(axis=-1) >= p)
+
+
+def keep_min_p(logits: Array, p: Any) -> Array:
+    """Leave tokens with at least p times the probability of the likeliest."""
+    least = logits.max(axis=-1, keepdims=True) + jnp.log(p)
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def gumbel(seed: Any, draws: Draws, vocabulary: int) -> Array:
+    """Return the noise [B, V] of each row, whatever the other rows are."""
+
+    def row(prompt: Array, sample: Array, position: Array) -> Array:
+        # The generator of the user's settings would change what a seed means.
+        key = jax.random.key(seed, impl="threefry2x32")
+        for number in (prompt, sample, position):
+            key = jax.random.fold_in(key, number)
+        return jax.random.gumbel(key, (vocabulary,), jnp.float32)
+
+    return jax.vmap(row)(*draws)
+
+
+def _keep_likeliest(logits: Array, enough: Callable[[Array], Array]) -> Array:
+    """Leave the fewest likeliest tokens that are enough; a tie is kept whole.
+
+    The threshold is found bit by bit: sorting a vocabulary would take longer than a small model.
+    """
+    # Bits of floats, ordered like the floats; adding 0 makes both zeros the same.
+    size = jnp.finfo(logits.dtype).bits
+    kind = jnp.dtype(f"uint{size}")
+    bits = jax.lax.bitcast_convert_type(logits + 0, kind)
+    top = jnp.array(1, kind) << (size - 1)
+    bits = jnp.where(bits & top, ~bits, bits | top)
+
+    def settle(n: Any, threshold: Array) -> Array:
+        higher = threshold | (top >> n.astype(kind))
+        return jnp.where(enough(bits >= higher[:, None]), higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, size, settle, jnp.zeros(logits.shape[0], kind))
+    return jnp.where(bits >= threshold[:, None], logits, -jnp.inf)
+
+
+def _log_prob(logits: Array, token: Array) -> Array:
+    own = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return own - jax.nn.logsumexp(logits, axis=-1)
