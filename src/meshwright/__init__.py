@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwright.data.arrays import ArraySource
     from meshwright.data.samples import Samples
     from meshwright.errors import UserError
+    from meshwright.generation.generate import generate
     from meshwright.ledgers import ledger
     from meshwright.mesh.build import abstract_mesh, build_mesh
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
@@ -52,6 +53,7 @@ _NAMES = {
     "build_mesh": "meshwright.mesh.build",
     "export_hf": "meshwright.trainer.trained.export_hf",
     "export_safetensors": "meshwright.checkpoint",
+    "generate": "meshwright.generation.generate",
     "hf_model": "meshwright.weights.hf_model",
     "inspect_sharding": "meshwright.mesh.inspect",
     "ledger": "meshwright.ledgers.make_ledger",
@@ -83,6 +85,7 @@ __all__ = [
     "build_mesh",
     "export_hf",
     "export_safetensors",
+    "generate",
     "hf_model",
     "inspect_sharding",
     "ledger",

@@ -14,7 +14,7 @@ from meshwright.weights.hf_folder import CONFIG, TOKENIZER, Folder, open_folder
 KIND = "hf"
 """The kind of a model whose folder says what it is."""
 
-_TEXT = ("text", "jsonl", "parquet", "array_record")
+BYTES_WITHOUT_TOKENIZER = ("text", "jsonl", "parquet", "array_record")
 """Kinds of data whose text is read as bytes without a tokenizer."""
 
 _TOKENIZED = ("text", "tokens", "jsonl", "parquet", "array_record")
@@ -79,7 +79,8 @@ def resolve_weights(values: Mapping[str, Any], *, saved: bool) -> Resolved:
 def without_tokenizer(config: Config) -> list[str]:
     """Warn if text is read as bytes for a model that was trained on other tokens."""
     weights, data = config.model.weights, config.data
-    if weights is None or data.kind not in _TEXT or data.arguments().get("tokenizer") is not None:
+    has_one = data.arguments().get("tokenizer") is not None
+    if weights is None or data.kind not in BYTES_WITHOUT_TOKENIZER or has_one:
         return []
     return [
         f"{weights} has no {TOKENIZER}, so every byte of the text is a token, which is not what "

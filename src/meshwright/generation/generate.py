@@ -1,0 +1,446 @@
+"""`mw.generate`: continuing prompts with any model that maps tokens to logits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from meshwright.config.argument_checks import check_count, wrong_kind
+from meshwright.errors import UserError, typed_line
+from meshwright.generation.decoder import split_model
+from meshwright.generation.row_placement import RowPlacement, placement_of
+from meshwright.generation.sampling import Sampling
+from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
+from meshwright.generation.text_watch import OnPiece, TextWatch
+from meshwright.generation.token_loop import (
+    CHUNK,
+    Ended,
+    Prompt,
+    Row,
+    TokenLoop,
+    batches,
+    length_bucket,
+)
+from meshwright.generation.token_programs import token_programs
+from meshwright.inputs.checks import mesh_sizes
+from meshwright.mesh.build import build_mesh
+from meshwright.runtime.activity import activity
+from meshwright.text.units import counted
+
+UNLIMITED = 2**31 - 1
+STREAMED_CHUNK = 16
+_SHOWN = 3
+
+Prompts = Any
+"""A text, token ids, or a sequence or an array of those."""
+
+
+@dataclass(frozen=True, repr=False)
+class Generated(Sequence[Row]):
+    """What a model generated: one `Row` after the other, sample by sample, in the prompts' order.
+
+    Attributes:
+        rows: all of them.
+        seconds: how long it took, with compilation.
+        remarks: what was taken from files, and what was done otherwise than asked.
+    """
+
+    rows: tuple[Row, ...]
+    seconds: float
+    remarks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
+
+    @property
+    def texts(self) -> list[str | None]:
+        """The text of each; None without a tokenizer."""
+        return [row.text for row in self.rows]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The new tokens of each."""
+        return [row.tokens for row in self.rows]
+
+    @property
+    def num_tokens(self) -> int:
+        """The new tokens of all."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens by seconds, with compilation."""
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+    def __repr__(self) -> str:
+        """Return how much there is."""
+        return f"Generated({counted(len(self), 'row')}, {self.seconds:.1f} s)"
+
+    def __str__(self) -> str:
+        """Return the texts, or the tokens, and how fast they came."""
+        lines = [
+            f"{row.prompt.number}.{row.sample}: {row.tokens if row.text is None else row.text}  "
+            f"[{counted(len(row.tokens), 'token')}, {row.ended}]"
+            for row in self.rows
+        ]
+        rate = f"{self.tokens_per_second:,.0f} tokens/s in {self.seconds:.1f} s"
+        return "\n".join([*lines, rate, *self.remarks])
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model, and how it generates; each call continues further prompts.
+
+    Attributes:
+        model: maps tokens [B, T] to logits [B, T, V]; its weights are where they are needed.
+        sampling: how tokens are chosen.
+        text: text to tokens and back.
+        max_new_tokens: the most new tokens of a row.
+        stops: strings that end a row.
+        samples: continuations of each prompt.
+        seed: of the samples.
+        batch_size: rows at a time.
+        context: the most tokens of a row.
+        placement: where rows are.
+        remarks: what the user should know.
+        notes: what else turned out while generating.
+    """
+
+    model: nnx.Module
+    sampling: Sampling
+    text: TextTokens
+    max_new_tokens: int
+    stops: tuple[str, ...] = ()
+    samples: int = 1
+    seed: int = 0
+    batch_size: int = 64
+    context: int = UNLIMITED
+    placement: RowPlacement = field(default_factory=RowPlacement)
+    remarks: tuple[str, ...] = ()
+    notes: set[str] = field(default_factory=set[str])
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows; refuses a model that is no decoder."""
+        return vocabulary_of(self.model, min(8, self.context))
+
+    def __call__(
+        self, prompts: Sequence[Prompt], on_piece: OnPiece | None = None, chunk: int | None = None
+    ) -> list[Row]:
+        """Continue prompts.
+
+        Args:
+            prompts: the prompts.
+            on_piece: called with what each row gets, as soon as it has it.
+            chunk: the most tokens between two such calls.
+        """
+        rows = [
+            Row(prompt, sample, min(self.max_new_tokens, self.context - len(prompt.tokens)))
+            for prompt in prompts
+            for sample in range(self.samples)
+        ]
+        watch = TextWatch(self.text, self.stops, self.sampling.stop_tokens, on_piece)
+        chunk = chunk or (CHUNK if on_piece is None else STREAMED_CHUNK)
+        for some in batches(rows, self.batch_size):
+            need = max(len(row.prompt.tokens) + row.limit for row in some)
+            length = length_bucket(need, self.context)
+            programs, weights = token_programs(self.model, length, self.placement, self.vocabulary)
+            if reason := programs.decoder.reason:
+                self.notes.add(f"all earlier tokens are read again for each new one: {reason}")
+            loop = TokenLoop(
+                programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk
+            )
+            loop.run(some, watch)
+        return rows
+
+    def read(self, prompts: Prompts) -> list[Prompt]:
+        """Return prompts as tokens, and refuse those that cannot be continued."""
+        return [
+            Prompt(number, self.check(number, prompt))
+            for number, prompt in enumerate(_listed(prompts))
+        ]
+
+    def known(self, number: int, prompt: Any) -> NDArray[np.int32]:
+        """Return tokens, and refuse those that the model does not know."""
+        tokens = self._tokens(number, prompt)
+        wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
+        if wrong.size:
+            raise UserError(
+                f"prompt {number} has the token {wrong[0]}, which the model does not know",
+                why=f"its {self.vocabulary:,} tokens are 0 to {self.vocabulary - 1}",
+                fix="use the tokenizer that the model was trained with",
+            )
+        return tokens
+
+    def check(self, number: int, prompt: Any) -> NDArray[np.int32]:
+        """Return the tokens of a prompt; refuse one that cannot be continued."""
+        tokens = self.known(number, prompt)
+        if not tokens.size:
+            raise UserError(
+                f"prompt {number} is empty",
+                why="a model predicts what follows, so it needs at least one token",
+                fix="write at least one token, such as the one that texts start with",
+            )
+        if tokens.size >= self.context:
+            raise UserError(
+                f"prompt {number} leaves no room for new tokens",
+                why=f"it has {tokens.size:,} tokens, and the model's context {self.context:,}",
+                fix=f"shorten it to at most {self.context - 1:,} tokens",
+            )
+        return tokens
+
+    def _tokens(self, number: int, prompt: Any) -> NDArray[np.int32]:
+        if isinstance(prompt, str):
+            return self.text.encode(prompt)
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+            raise UserError(
+                f"prompt {number} is neither a text nor token ids",
+                why=f"it has the shape {list(tokens.shape)} and the type {tokens.dtype}",
+                fix='write prompts such as ["Once"] or [[1, 2, 3]]',
+            )
+        return tokens.astype(np.int32)
+
+
+def generate(
+    model: nnx.Module,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    stop: str | Sequence[str] = (),
+    stop_tokens: Sequence[int] | None = None,
+    min_new_tokens: int = 0,
+    samples: int = 1,
+    seed: int = 0,
+    tokenizer: Any = None,
+    batch_size: int = 64,
+    context_length: int | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    dtype: Any = None,
+    on_piece: OnPiece | None = None,
+) -> Generated:
+    """Continue prompts with a model that maps tokens [B, T] to logits [B, T, V].
+
+    The model stays as it is; it runs in evaluation mode. A row's tokens do not depend on the other
+    rows, on their number or on the mesh, up to rounding.
+
+    Args:
+        model: the model.
+        prompts: texts, lists of token ids or an array of them; or a single one of those.
+        max_new_tokens: the most new tokens of each.
+        temperature: 0 takes the likeliest token, 1 samples from the model's distribution. By
+            default what the folder's generation_config.json says, or 0; so for the next four.
+        top_k: sample from the k likeliest tokens only; 0 means all.
+        top_p: sample from the likeliest tokens that reach this probability together.
+        min_p: sample from tokens with at least this share of the likeliest one's probability.
+        repetition_penalty: more than 1 makes tokens that a row has already less likely.
+        logit_bias: what to add to the logits of tokens, by token.
+        stop: a string, or several, that end a text; they are not part of it.
+        stop_tokens: tokens that end a row; by default those that the folder names.
+        min_new_tokens: new tokens before a stop token may come.
+        samples: continuations of each prompt.
+        seed: seed of the samples; each also depends on its prompt's number, its own and the
+            position, and on nothing else.
+        tokenizer: a tokenizer, its file, or a Hugging Face or run folder, whose stop tokens and
+            sampling settings are used too.
+        batch_size: rows at a time.
+        context_length: the most tokens of a row that the model takes; by default the attribute
+            ``context_length`` of the model or its parts.
+        mesh: where to run: axis sizes; by default on the devices that the model's weights are on.
+        dtype: format of the weights while generating, such as ``bfloat16``.
+        on_piece: called with a `Piece` whenever a row has got more text.
+    """
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "logit_bias": logit_bias,
+        "stop_tokens": stop_tokens,
+        "min_new_tokens": min_new_tokens,
+    }
+    generator = make_generator(
+        model,
+        sampling,
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        samples=samples,
+        seed=seed,
+        batch_size=batch_size,
+        context_length=context_length,
+        mesh=mesh,
+        dtype=dtype,
+    )
+    started = time.perf_counter()
+    with activity("generating", afterwards=False):
+        rows = generator(generator.read(prompts), on_piece)
+    return generated(generator, rows, started)
+
+
+def make_generator(
+    model: Any,
+    sampling: Mapping[str, Any],
+    *,
+    tokenizer: Any = None,
+    max_new_tokens: int,
+    stop: str | Sequence[str] = (),
+    samples: int = 1,
+    seed: int = 0,
+    batch_size: int = 64,
+    context_length: int | None = None,
+    mesh: Any = None,
+    dtype: Any = None,
+) -> Generator:
+    """Return how a model generates; the arguments are those of `generate`."""
+    if not isinstance(model, nnx.Module):
+        raise wrong_kind("model", model, "pass an nnx.Module, such as mw.load_model(folder)")
+    for name, value in {
+        "max_new_tokens": max_new_tokens,
+        "samples": samples,
+        "batch_size": batch_size,
+    }.items():
+        check_count(name, value)
+    check_count("seed", seed, least=0, most=2**32 - 1)
+    text, found = read_tokenizer(tokenizer)
+    chosen, remarks = _with_defaults(sampling, found)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if stops and (text.tokenizer is None or not all(stops)):
+        raise UserError(
+            f"stop={list(stops)} cannot be looked for",
+            why="there is no tokenizer" if all(stops) else "one is empty",
+            fix="pass tokenizer=, or stop at tokens with stop_tokens=" if all(stops) else "",
+        )
+    if samples > 1 and chosen.greedy:
+        raise UserError(
+            f"samples={samples} would all be the same",
+            why="the temperature is 0, which takes the likeliest token",
+            fix="write a temperature above 0, such as 1",
+        )
+    context = context_length or context_of(model)
+    check_count("context_length", context)
+    weights = jax.tree.leaves(nnx.state(model))
+    placement = placement_of(weights, _as_mesh(mesh))
+    placed, remark = placement.model(model, dtype)
+    return Generator(
+        model=placed,
+        sampling=chosen,
+        text=text,
+        max_new_tokens=max_new_tokens,
+        stops=stops,
+        samples=samples,
+        seed=seed,
+        batch_size=batch_size,
+        context=context,
+        placement=placement,
+        remarks=tuple(filter(None, (*remarks, remark))),
+    )
+
+
+def generated(generator: Generator, rows: Sequence[Row], started: float) -> Generated:
+    """Return finished rows as the user gets them."""
+    full = sum(row.ended is Ended.CONTEXT for row in rows)
+    remark = (
+        f"{counted(full, 'row')} ended before max_new_tokens={generator.max_new_tokens}, because "
+        f"the model's context of {generator.context:,} tokens was full"
+    )
+    remarks = (*generator.remarks, *sorted(generator.notes), *([remark] if full else []))
+    return Generated(tuple(rows), time.perf_counter() - started, remarks)
+
+
+def context_of(model: Any) -> int:
+    """Return the most tokens of a row that a model takes, as it or its parts say."""
+    parts = [part for _, part in nnx.iter_modules(model)]
+    found = [getattr(part, "context_length", None) for part in parts]
+    return min((each for each in found if isinstance(each, int)), default=UNLIMITED)
+
+
+def vocabulary_of(model: nnx.Module, length: int) -> int:
+    """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
+    fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
+    logits_of, weights = split_model(model)
+    tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
+    try:
+        found: Any = jax.eval_shape(logits_of, weights, tokens)
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} is not a model of tokens",
+            why=f"called with token ids [1, {length}] it raises {typed_line(error)}",
+            fix=fix,
+        ) from error
+    shape = getattr(found, "shape", None)
+    floats = shape is not None and jnp.issubdtype(found.dtype, jnp.floating)
+    if not floats or len(shape) != 3 or shape[:2] != (1, length):
+        what = f"an array {list(shape)} of {found.dtype}" if shape is not None else str(type(found))
+        raise UserError(
+            f"{type(model).__name__} is not a model of tokens",
+            why=f"from token ids [1, {length}] it makes {what}",
+            fix=fix,
+        )
+    return int(shape[-1])
+
+
+def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:
+    """Return a tokenizer given in any form, and what its folder says."""
+    if isinstance(tokenizer, TextSettings):
+        where = f"{tokenizer.folder} has no tokenizer.json"
+        return TextTokens(tokenizer.tokenizer, where), tokenizer
+    if isinstance(tokenizer, str | Path):
+        path = Path(tokenizer)
+        if path.is_dir():
+            return read_tokenizer(read_text_settings(path))
+        from meshwright.data.tokenizer import FileTokenizer
+
+        return TextTokens(FileTokenizer(str(path))), TextSettings()
+    return TextTokens(tokenizer, "none was given"), TextSettings()
+
+
+def _with_defaults(
+    given: Mapping[str, Any], found: TextSettings
+) -> tuple[Sampling, tuple[str, ...]]:
+    """Return the sampling asked for, completed from a folder, and what comes from there."""
+    asked = {key: value for key, value in given.items() if value is not None}
+    taken = {key: value for key, value in found.sampling.items() if key not in asked}
+    if asked.get("temperature") == 0:
+        taken = {key: value for key, value in taken.items() if key == "repetition_penalty"}
+    if found.stop_tokens and "stop_tokens" not in asked:
+        taken["stop_tokens"] = found.stop_tokens
+    shown = {key: list(v) if isinstance(v, tuple) else v for key, v in taken.items()}
+    said = ", ".join(f"{key}={value}" for key, value in shown.items())
+    return Sampling(**{**taken, **asked}), ((f"from {found.folder}: {said}",) if said else ())
+
+
+def _as_mesh(mesh: Any) -> Mesh | None:
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    return build_mesh(mesh_sizes(mesh))
+
+
+def _listed(prompts: Prompts) -> list[Any]:
+    """Return several prompts, also if one was given."""
+    if isinstance(prompts, str):
+        return [prompts]
+    each = list(prompts)
+    single = all(np.ndim(one) == 0 and not isinstance(one, str) for one in each)
+    return [prompts] if single else each

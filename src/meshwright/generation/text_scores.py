@@ -1,0 +1,146 @@
+"""How well a model predicts text: nats and bits per token and byte, every token exactly once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from numpy.typing import NDArray
+
+from meshwright.errors import UserError
+from meshwright.generation.decoder import split_model
+from meshwright.generation.row_placement import RowPlacement, placement_of
+
+LOGIT_BYTES = 2**28
+"""Logits of a batch, in float32, take no more than this per device, if one row does not."""
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """How well a model predicts documents.
+
+    Attributes:
+        documents: how many.
+        tokens: tokens that were predicted, each once.
+        first_tokens: tokens that were not, because nothing comes before them.
+        bytes: of the text; None if it is not known.
+        nats: the sum of -log p over the tokens.
+    """
+
+    documents: int
+    tokens: int
+    first_tokens: int
+    bytes: int | None
+    nats: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all numbers."""
+        per_token, per_byte = self.nats / self.tokens, self.nats / (self.bytes or math.nan)
+        return {
+            **asdict(self),
+            "nats_per_token": per_token,
+            "bits_per_token": per_token / math.log(2),
+            "nats_per_byte": per_byte,
+            "bits_per_byte": per_byte / math.log(2),
+            "perplexity": math.exp(min(per_token, 700.0)),
+        }
+
+    def __str__(self) -> str:
+        """Return the numbers in two lines."""
+        found = self.to_json()
+        nats, bits = found["nats_per_byte"], found["bits_per_byte"]
+        of_bytes = f", {nats:.4f} nats and {bits:.4f} bits a byte"
+        return (
+            f"{found['nats_per_token']:.4f} nats and {found['bits_per_token']:.4f} bits a token"
+            f"{of_bytes if self.bytes else ''}, perplexity {found['perplexity']:.2f}\n"
+            f"{self.tokens:,} tokens of {self.documents:,} documents, each predicted once"
+            + (f"; {self.first_tokens:,} more have nothing before them" * bool(self.first_tokens))
+        )
+
+
+class Window(NamedTuple):
+    """Tokens that the model sees at once, of which those from `first` on are counted."""
+
+    tokens: NDArray[np.int32]
+    first: int
+
+
+def windows(tokens: NDArray[np.int32], length: int, stride: int) -> Iterator[Window]:
+    """Divide a document into windows that count each token but the first exactly once."""
+    done = 1
+    for start in range(0, len(tokens), stride):
+        part = tokens[start : start + length]
+        if start + len(part) > done:
+            yield Window(part, done - start)
+            done = start + len(part)
+
+
+def score_documents(
+    model: nnx.Module,
+    documents: Sequence[NDArray[np.int32]],
+    *,
+    length: int,
+    stride: int | None = None,
+    num_bytes: int | None = None,
+    placement: RowPlacement | None = None,
+) -> TextScore:
+    """Sum -log p over every token of documents that has one before it.
+
+    Args:
+        model: maps tokens [B, T] to logits [B, T, V].
+        documents: their tokens.
+        length: the tokens that the model sees at once.
+        stride: by how much windows of longer documents move; half their length by default.
+        num_bytes: of their text.
+        placement: where rows are; by default where the weights are.
+    """
+    stride = stride or max(1, length // 2)
+    if not 1 <= stride < length:
+        raise UserError(
+            f"a stride of {stride} does not fit windows of {length} tokens",
+            why="each window must overlap the one before, or tokens have nothing before them",
+            fix=f"write a stride from 1 to {length - 1}",
+        )
+    longest = min(length, max(map(len, documents), default=0))
+    parts = [window for tokens in documents for window in windows(tokens, length, stride)]
+    if not parts:
+        raise UserError("there is nothing to predict", why="no document has two tokens")
+    placement = placement or placement_of(jax.tree.leaves(nnx.state(model)))
+    placed, _ = placement.model(model)
+    logits_of, weights = split_model(placed)
+    vocabulary = jax.eval_shape(
+        logits_of, weights, jax.ShapeDtypeStruct((1, longest), jnp.int32)
+    ).shape[-1]
+    rows = max(1, LOGIT_BYTES // (4 * longest * vocabulary)) * placement.parts
+    rows = min(rows, -(-len(parts) // placement.parts) * placement.parts)
+    run, nats = jax.jit(partial(_nats, logits_of, placement)), 0.0
+    for start in range(0, len(parts), rows):
+        tokens = np.zeros((rows, longest), np.int32)
+        counted = np.zeros((rows, longest), bool)
+        for row, (own, first) in enumerate(parts[start : start + rows]):
+            tokens[row, : len(own)] = own
+            counted[row, first : len(own)] = True
+        nats += float(np.asarray(run(weights, tokens, counted), np.float64).sum())
+    total = sum(map(len, documents))
+    firsts = sum(len(tokens) > 0 for tokens in documents)
+    return TextScore(len(documents), total - firsts, firsts, num_bytes, nats)
+
+
+def _nats(
+    logits_of: Any, placement: RowPlacement, weights: Any, tokens: Array, counted: Array
+) -> Array:
+    """Return the sum of -log p of the counted tokens of each row."""
+    tokens, counted = placement.rows((tokens, counted))
+    logits = logits_of(weights, tokens)[:, :-1]
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    own = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    nats = jax.nn.logsumexp(logits, axis=-1) - own
+    return placement.whole(jnp.where(counted[:, 1:], nats, 0).sum(axis=1))

@@ -1,0 +1,163 @@
+"""What a folder says about generating text: tokenizer, stop tokens, sampling, chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from meshwright.checkpoint import FOLDER
+from meshwright.data.document_marks import CONFIG as TOKENIZER_CONFIG
+from meshwright.data.document_marks import named_ends
+from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from meshwright.errors import UserError
+from meshwright.text.json_text import parse_json
+from meshwright.weights.hf_folder import GENERATION, TOKENIZER, is_hf_folder
+from meshwright.weights.kept import HF_FOLDER
+from meshwright.weights.resolve import BYTES_WITHOUT_TOKENIZER
+
+TEMPLATE = "chat_template.jinja"
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """The files of a folder, or of a run, that say how to generate text.
+
+    Attributes:
+        folder: where the files are; None without any.
+        bytes_are_tokens: whether the model was trained on bytes.
+    """
+
+    folder: Path | None = None
+    bytes_are_tokens: bool = False
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None if there is none."""
+        file = None if self.folder is None else self.folder / TOKENIZER
+        if file is not None and file.is_file():
+            return FileTokenizer(str(file))
+        return ByteTokenizer() if self.bytes_are_tokens else None
+
+    @cached_property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        named = [token for token, _ in named_ends(self._bytes)]
+        own = self.tokenizer.marks.end[-1:] if isinstance(self.tokenizer, FileTokenizer) else ()
+        return tuple(dict.fromkeys([*named, *own]))
+
+    @cached_property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of sampling that generation_config.json has; at temperature 0 if none."""
+        values = self._object(GENERATION)
+        if not values.get("do_sample"):
+            penalty = values.get("repetition_penalty")
+            return {} if penalty is None else {"repetition_penalty": penalty}
+        found = {key: values[key] for key in _SAMPLING if values.get(key) is not None}
+        return {"temperature": 1.0, **found}
+
+    @cached_property
+    def template(self) -> str | None:
+        """The chat template; None if there is none."""
+        text = self._bytes(TEMPLATE)
+        if text is not None:
+            return text.decode()
+        found = self._object(TOKENIZER_CONFIG).get("chat_template")
+        if isinstance(found, list):
+            named = {str(each.get("name")): each.get("template") for each in found}
+            found = named.get("default")
+        return found if isinstance(found, str) else None
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens by name, such as ``bos_token``, which templates write."""
+        found = self._object("special_tokens_map.json") | self._object(TOKENIZER_CONFIG)
+        texts = {
+            key: value.get("content") if isinstance(value, Mapping) else value
+            for key, value in found.items()
+            if key.endswith("_token")
+        }
+        return {key: value for key, value in texts.items() if isinstance(value, str)}
+
+    def _bytes(self, name: str) -> bytes | None:
+        path = None if self.folder is None else self.folder / name
+        return path.read_bytes() if path is not None and path.is_file() else None
+
+    def _object(self, name: str) -> dict[str, Any]:
+        text = self._bytes(name)
+        values = {} if text is None else parse_json(text)
+        if not isinstance(values, dict):
+            raise UserError(f"cannot read {self.folder}/{name}", why="it is not a JSON object")
+        return values
+
+
+def read_text_settings(path: str | Path) -> TextSettings:
+    """Return what a Hugging Face folder, a run folder or one of its checkpoints says."""
+    path = Path(path)
+    for folder in (path, *path.absolute().parents[:2]):
+        config = folder / "config.yaml"
+        if (folder / FOLDER).is_dir() or config.is_file():
+            values: Any = yaml.safe_load(config.read_text()) if config.is_file() else None
+            data: Any = values.get("data") if isinstance(values, Mapping) else None
+            of_text = isinstance(data, Mapping) and data.get("kind") in BYTES_WITHOUT_TOKENIZER
+            plain = of_text and not data.get("tokenizer")
+            return TextSettings(folder / HF_FOLDER, bytes_are_tokens=plain)
+        if (folder / TOKENIZER).is_file() or is_hf_folder(folder):
+            return TextSettings(folder)
+    return TextSettings(path)
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """Text to tokens and back, by a tokenizer of Meshwright, `tokenizers` or transformers.
+
+    Attributes:
+        tokenizer: the tokenizer; None if there is none.
+        where: where one was looked for, for the message without one.
+    """
+
+    tokenizer: Any = None
+    where: str = ""
+
+    def encode(self, text: str, *, start: bool = True) -> NDArray[np.int32]:
+        """Return the tokens of a text; with `start`, after what documents start with."""
+        if self.tokenizer is None:
+            raise UserError(
+                "the prompt is text, but there is no tokenizer",
+                why=self.where,
+                fix="give token ids, or a tokenizer.json: in the folder, or as tokenizer= in "
+                "Python",
+            )
+        if isinstance(self.tokenizer, Tokenizer):
+            before = self.tokenizer.marks.start if start else ()
+            return np.array([*before, *self.tokenizer.encode(text)], np.int32)
+        encoded = self.tokenizer.encode(text, add_special_tokens=start)
+        return np.array(getattr(encoded, "ids", encoded), np.int32)
+
+    def decode(self, tokens: Any) -> str:
+        """Return the text of tokens, special ones included."""
+        ids = [int(token) for token in tokens]
+        if isinstance(self.tokenizer, Tokenizer):
+            return self.tokenizer.decode(ids)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def continuation(self, before: Any, new: Any) -> str:
+        """Return the text that tokens add after others; a space between the two belongs to it."""
+        start = list(before)[-8:]
+        text, whole = self.decode(start), self.decode([*start, *new])
+        return whole[len(text) :] if whole.startswith(text) else self.decode(new)
+
+
+def printable(text: str) -> str:
+    """Return text without control characters, which would affect a terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -1,0 +1,198 @@
+"""The loop of generation: chunks of tokens on devices, between them stops and smaller batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.generation.decoder import Weights
+from meshwright.generation.row_placement import RowPlacement
+from meshwright.generation.sampling import Sampling
+from meshwright.generation.token_programs import NewTokens, Prompts, TokenPrograms
+
+CHUNK = 32
+"""The most tokens between two looks at what was generated."""
+SMALL = 256
+"""Lengths up to here are powers of two, longer ones multiples of it."""
+
+
+class Ended(StrEnum):
+    """Why a row ended."""
+
+    STOP_TOKEN = "stop token"
+    STOP_STRING = "stop string"
+    MAX_NEW_TOKENS = "max_new_tokens"
+    CONTEXT = "the model's context is full"
+
+
+class Prompt(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        number: its number in the call, which decides its random bits.
+        tokens: its tokens.
+    """
+
+    number: int
+    tokens: NDArray[np.int32]
+
+
+@dataclass
+class Row:
+    """A continuation of a prompt.
+
+    Attributes:
+        prompt: the prompt.
+        sample: its number among those of the prompt.
+        limit: the most tokens it may have.
+        tokens: the new tokens; a stop token is the last.
+        log_probs: their log-probabilities in the model's full distribution.
+        drawn_log_probs: those in the distribution they were drawn from, after temperature, top-k
+            and the like; 0 at temperature 0.
+        ended: why it ended; None while it goes on.
+        text: their text without a stop token or a stop string; None without a tokenizer.
+    """
+
+    prompt: Prompt
+    sample: int
+    limit: int
+    tokens: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    drawn_log_probs: list[float] = field(default_factory=list[float])
+    ended: Ended | None = None
+    text: str | None = None
+
+    def end(self, reason: Ended, count: int) -> None:
+        """End it after its first `count` tokens."""
+        self.ended = reason
+        for values in (self.tokens, self.log_probs, self.drawn_log_probs):
+            del values[count:]
+
+
+Watch = Callable[[Row], None]
+"""Looks at a row with new tokens, and may end it."""
+
+
+@dataclass(frozen=True)
+class TokenLoop:
+    """Continues batches of prompts.
+
+    Attributes:
+        programs: the compiled programs.
+        weights: the weights of the model.
+        sampling: how tokens are chosen.
+        seed: the seed of the samples.
+        max_new_tokens: the most new tokens of a row.
+        chunk: the most tokens between two looks at them.
+    """
+
+    programs: TokenPrograms
+    weights: Weights
+    sampling: Sampling
+    seed: int
+    max_new_tokens: int
+    chunk: int = CHUNK
+
+    def run(self, rows: Sequence[Row], watch: Watch = lambda row: None) -> None:
+        """Continue rows until all have ended.
+
+        A batch runs at most 2 + log2(rows) programs of the model.
+        """
+        numbers = self.sampling.numbers(self.programs.vocabulary, self.seed)
+        method, take = self.sampling.method, self.programs.take
+        slots: list[Row | None] = [*rows]
+        size = row_bucket(len(rows), self.programs.placement)
+        slots += [None] * (size - len(rows))
+        prompts = _prompts(slots, self.programs.placement, self.programs.decoder.length)
+        cache, state, new = self.programs.start(self.weights, numbers, prompts, method=method)
+        self._add(slots, new, watch)
+        steps = chunk_size(max(row.limit for row in rows) - 1, self.chunk)
+        while going := [n for n, row in enumerate(slots) if row is not None and not row.ended]:
+            size = row_bucket(len(going), self.programs.placement)
+            if size < len(slots):
+                which = going + going[:1] * (size - len(going))
+                cache, state = take(cache, state, np.array(which, np.int32))
+                slots = [*(slots[n] for n in going), *[None] * (size - len(going))]
+            cache, state, new = self.programs.advance(
+                self.weights, numbers, cache=cache, rows=state, method=method, steps=steps
+            )
+            self._add(slots, new, watch)
+
+    def _add(self, slots: Sequence[Row | None], new: NewTokens, watch: Watch) -> None:
+        """Add new tokens to the rows that go on."""
+        got: NewTokens = jax.device_get(new)
+        for n, row in enumerate(slots):
+            if row is None or row.ended:
+                continue
+            count = int(got.is_new[:, n].sum())
+            row.tokens += got.token[:count, n].tolist()
+            row.log_probs += got.log_prob[:count, n].tolist()
+            row.drawn_log_probs += got.drawn_log_prob[:count, n].tolist()
+            if row.tokens[-1] in self.sampling.stop_tokens:
+                row.ended = Ended.STOP_TOKEN
+            elif len(row.tokens) >= row.limit:
+                asked = row.limit == self.max_new_tokens
+                row.ended = Ended.MAX_NEW_TOKENS if asked else Ended.CONTEXT
+            watch(row)
+
+
+def _prompts(slots: Sequence[Row | None], placement: RowPlacement, most: int) -> Prompts:
+    """Return the prompts of rows, with shapes that other batches have too.
+
+    A prompt of several rows is read once, unless there are no fewer places than rows anyway.
+    """
+    rows = [row for row in slots if row is not None]
+    numbers = list(dict.fromkeys(row.prompt.number for row in rows))
+    count = row_bucket(len(numbers), placement)
+    place = np.zeros(len(slots), np.int32)
+    if count == len(slots):
+        place[:] = np.arange(count)
+    else:
+        place[: len(rows)] = [numbers.index(row.prompt.number) for row in rows]
+    longest = max(len(row.prompt.tokens) for row in rows)
+    tokens = np.zeros((count, length_bucket(longest, most)), np.int32)
+    lengths = np.ones(count, np.int32)
+    for row, at in zip(rows, place, strict=False):
+        lengths[at] = len(row.prompt.tokens)
+        tokens[at, : lengths[at]] = row.prompt.tokens
+
+    def each(value: Callable[[Row], int]) -> NDArray[np.int32]:
+        return np.array([0 if row is None else value(row) for row in slots], np.int32)
+
+    return Prompts(
+        tokens=tokens,
+        lengths=lengths,
+        place=place,
+        limit=each(lambda row: row.limit),
+        prompt=each(lambda row: row.prompt.number),
+        sample=each(lambda row: row.sample),
+    )
+
+
+def batches(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+    """Yield rows in batches."""
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+def row_bucket(rows: int, placement: RowPlacement) -> int:
+    """Return the size of a batch that holds so many rows: the parts of a mesh · a power of two."""
+    return placement.parts * 2 ** math.ceil(math.log2(max(1, rows / placement.parts)))
+
+
+def length_bucket(length: int, most: int) -> int:
+    """Return a length, at most `most`, that is enough and that many calls share."""
+    small = 2 ** math.ceil(math.log2(max(8, length)))
+    return min(most, small if length <= SMALL else -(-length // SMALL) * SMALL)
+
+
+def chunk_size(tokens: int, most: int) -> int:
+    """Return the tokens of a chunk: equal chunks that are as large as allowed."""
+    return max(1, -(-tokens // max(1, -(-tokens // most))))

@@ -1,0 +1,207 @@
+"""The compiled programs of generation: reading prompts, adding tokens, dropping rows."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from meshwright.generation.decoder import Cache, Decoder, Weights
+from meshwright.generation.make_decoder import make_decoder
+from meshwright.generation.row_placement import RowPlacement
+from meshwright.generation.sampling import Draws, Method, Numbers, choose
+
+KEPT = 8
+"""Models and lengths whose programs are kept."""
+
+
+class Rows(NamedTuple):
+    """Where each row is; [B] each.
+
+    Attributes:
+        token: its last token, which the model has not read.
+        position: where this token stands.
+        count: its new tokens.
+        limit: the most new tokens it may have.
+        done: whether it has ended.
+        prompt: the number of its prompt.
+        sample: the number of its sample.
+        seen: bool [B, V], the tokens it has; [B, 0] unless repetition is penalized.
+    """
+
+    token: Array
+    position: Array
+    count: Array
+    limit: Array
+    done: Array
+    prompt: Array
+    sample: Array
+    seen: Array
+
+
+class NewTokens(NamedTuple):
+    """New tokens [N, B], and the rest of what was chosen.
+
+    Attributes:
+        token: the tokens.
+        is_new: whether the row had not ended before.
+        log_prob: of the model's full distribution.
+        drawn_log_prob: of the distribution that was drawn from.
+    """
+
+    token: Any
+    is_new: Any
+    log_prob: Any
+    drawn_log_prob: Any
+
+
+class Prompts(NamedTuple):
+    """Prompts to read, and the rows to continue them.
+
+    Attributes:
+        tokens: int32 [P, T], padded at the end.
+        lengths: int32 [P].
+        place: int32 [B], the prompt of each row, as a row of `tokens`.
+        limit: int32 [B]; 0 for a row that only fills the batch.
+        prompt: int32 [B], the number of the prompt in the call.
+        sample: int32 [B].
+    """
+
+    tokens: Any
+    lengths: Any
+    place: Any
+    limit: Any
+    prompt: Any
+    sample: Any
+
+
+class TokenPrograms:
+    """The programs of one decoder on one mesh, compiled once for each shape and method.
+
+    Attributes:
+        decoder: computes the logits.
+        placement: where rows are.
+        vocabulary: V.
+    """
+
+    def __init__(self, decoder: Decoder, placement: RowPlacement, vocabulary: int) -> None:
+        self.decoder = decoder
+        self.placement = placement
+        self.vocabulary = vocabulary
+        self.start = jax.jit(self._start, static_argnames=("method",))
+        self.advance = jax.jit(
+            self._advance, static_argnames=("method", "steps"), donate_argnames=("cache", "rows")
+        )
+        self.take = jax.jit(self._take)
+
+    def _start(
+        self, weights: Weights, numbers: Numbers, prompts: Prompts, *, method: Method
+    ) -> tuple[Cache, Rows, NewTokens]:
+        """Read the prompts, and choose the first token of each row."""
+        whole, divide = self.placement.whole, self.placement.rows
+        tokens, lengths = divide((prompts.tokens, prompts.lengths))
+        logits, cache = self.decoder.start(weights, tokens, lengths)
+        if prompts.place.shape != prompts.lengths.shape:
+            logits, cache = jax.tree.map(lambda a: a[prompts.place], (logits, cache))
+        logits, cache = divide((logits, cache))
+        lengths = prompts.lengths[prompts.place]
+        seen = jnp.zeros((len(prompts.place), self.vocabulary if method.penalized else 0), bool)
+        if method.penalized:
+            real = jnp.arange(prompts.tokens.shape[1]) < prompts.lengths[:, None]
+            row, at = jnp.arange(len(seen))[:, None], prompts.tokens[prompts.place]
+            seen = seen.at[row, at].max(real[prompts.place])
+        rows = Rows(
+            token=jnp.zeros_like(lengths),
+            position=lengths - 1,
+            count=jnp.zeros_like(lengths),
+            limit=prompts.limit,
+            done=prompts.limit == 0,
+            prompt=prompts.prompt,
+            sample=prompts.sample,
+            seen=seen,
+        )
+        rows, new = _choose(method, numbers, logits, rows)
+        return cache, divide(rows), whole(jax.tree.map(lambda a: a[None], new))
+
+    def _advance(
+        self,
+        weights: Weights,
+        numbers: Numbers,
+        cache: Cache,
+        rows: Rows,
+        *,
+        method: Method,
+        steps: int,
+    ) -> tuple[Cache, Rows, NewTokens]:
+        """Add `steps` tokens to each row."""
+
+        def step(carry: tuple[Cache, Rows], _: None) -> tuple[tuple[Cache, Rows], NewTokens]:
+            cache, rows = self.placement.rows(carry)
+            logits, cache = self.decoder.step(weights, cache, rows.token, rows.position)
+            rows, new = _choose(method, numbers, logits, rows)
+            return (cache, rows), new
+
+        (cache, rows), new = jax.lax.scan(step, (cache, rows), length=steps)
+        return *self.placement.rows((cache, rows)), self.placement.whole(new)
+
+    def _take(self, cache: Cache, rows: Rows, which: Array) -> tuple[Cache, Rows]:
+        """Keep only some rows."""
+        return self.placement.rows(jax.tree.map(lambda array: array[which], (cache, rows)))
+
+
+def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tuple[Rows, NewTokens]:
+    """Choose the next token of each row that has not ended."""
+    draws = Draws(rows.prompt, rows.sample, rows.position + 1)
+    chosen = choose(method, numbers, logits, draws, rows.seen, rows.count)
+    going = ~rows.done
+    token = jnp.where(going, chosen.token, rows.token)
+    count = rows.count + going
+    seen = rows.seen
+    if method.penalized:
+        seen = seen.at[jnp.arange(len(token)), token].max(going)
+    ended = jnp.asarray(numbers.stops)[token] | (count >= rows.limit)
+    moved = rows._replace(
+        token=token,
+        position=rows.position + going,
+        count=count,
+        done=rows.done | ended,
+        seen=seen,
+    )
+    return moved, NewTokens(token, going, chosen.log_prob, chosen.drawn_log_prob)
+
+
+_kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
+
+
+def token_programs(
+    model: nnx.Module, length: int, placement: RowPlacement, vocabulary: int
+) -> tuple[TokenPrograms, Weights]:
+    """Return the programs of a model, from an earlier call if there are any, and its weights.
+
+    Args:
+        model: the model, with its weights where they are needed.
+        length: the most tokens of a row.
+        placement: where rows are.
+        vocabulary: how many tokens the model knows.
+    """
+    graphdef, state = nnx.split(model)
+    weights = jax.tree.leaves(state)
+    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in weights)
+    key = (graphdef, shapes, length, placement, jax.config.jax_enable_x64)
+    try:
+        kept = _kept.get(key)
+    except TypeError:
+        # A model with attributes that have no hash.
+        decoder, weights = make_decoder(model, length)
+        return TokenPrograms(decoder, placement, vocabulary), weights
+    if kept is None:
+        decoder, weights = make_decoder(model, length)
+        _kept[key] = kept = TokenPrograms(decoder, placement, vocabulary)
+    _kept.move_to_end(key)
+    while len(_kept) > KEPT:
+        _kept.popitem(last=False)
+    return kept, weights
