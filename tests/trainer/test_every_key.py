@@ -74,6 +74,8 @@ OTHER = {
     "training.early_stopping_min_delta": 0.5,
     "training.callbacks": ["test_every_key:Own"],
     "training.sample_tokens": 5,
+    "training.sample_prompt": "Once",
+    "training.sample_every": 2,
     "training.on_nonfinite": "skip",
     "training.max_skipped": 4,
     "training.max_rewinds": 5,

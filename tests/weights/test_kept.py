@@ -1,11 +1,9 @@
 """What a run remembers of a folder: its tokenizer, and where texts end."""
 
-import numpy as np
 from hf_folders import GPT2
 
 import meshwright as mw
 from meshwright.data.document_marks import named_ends
-from meshwright.trainer.trained.text_sample import until_end
 from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.kept import keep_files
 from meshwright.weights.resolve import resolve_weights
@@ -21,13 +19,6 @@ def test_the_generation_config_says_where_texts_end():
     assert ends(both) == [1, 106, 1]
     assert ends({"config.json": config, "generation_config.json": "{}"}) == [1]
     assert ends({}) == []
-
-
-def test_a_sample_ends_there_but_not_inside_its_prompt():
-    tokens = np.array([5, 1, 7, 8, 106, 9, 1])
-    np.testing.assert_array_equal(until_end(tokens, 2, (1, 106)), tokens[:4])
-    np.testing.assert_array_equal(until_end(tokens, 2, (1,)), tokens[:6])
-    np.testing.assert_array_equal(until_end(tokens, 2, ()), tokens)
 
 
 def test_the_tokenizer_of_the_data_replaces_that_of_the_folder(tmp_path):

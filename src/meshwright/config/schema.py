@@ -159,6 +159,8 @@ class TrainingConfig(Frozen):
         early_stopping_min_delta: how much lower a loss must be to count as better.
         callbacks: your callbacks, each as ``package.module:Class``, created without arguments.
         sample_tokens: how many tokens a language model generates at the end, as a sample.
+        sample_prompt: what the sample begins with; null takes the beginning of a held-out text.
+        sample_every: steps between two samples during training; null generates one, at the end.
         on_nonfinite: what to do about a step whose loss or gradient is not finite: stop the run;
             skip the step; rewind to the last checkpoint and skip the batches since; or apply the
             step, for an optimizer that handles such gradients.
@@ -183,6 +185,8 @@ class TrainingConfig(Frozen):
     early_stopping_min_delta: float = Field(default=0.0, ge=0)
     callbacks: tuple[str, ...] = ()
     sample_tokens: int = Field(default=200, ge=0, le=100_000)
+    sample_prompt: str | None = Field(default=None, min_length=1)
+    sample_every: Count | None = None
     on_nonfinite: OnNonfinite = "stop"
     max_skipped: Count = 10
     max_rewinds: Count = 3

@@ -16,6 +16,7 @@ from meshwright.tracking.tracker import Tracker
 
 SHOWN_EVENTS = (
     "start",
+    "sample",
     "restart",
     "processes",
     "weights",

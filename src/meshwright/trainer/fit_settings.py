@@ -45,6 +45,8 @@ class FitSettings:
         strict: refuse to run a program that deviates from its plan.
         profile: profile a few steps.
         sample_tokens: tokens of text to generate at the end, for language models.
+        sample_prompt: what such a text begins with; None takes the beginning of a held-out text.
+        sample_every: steps between two samples during training; None for one at the end.
         project: the name of the project.
         keep_micro: whether fewer processes keep the samples per device and microbatch.
         config: the config of the run, recorded in checkpoints; empty for runs from Python.
@@ -71,6 +73,8 @@ class FitSettings:
     strict: bool = False
     profile: bool = False
     sample_tokens: int = 0
+    sample_prompt: str | None = None
+    sample_every: int | None = None
     project: str = "meshwright"
     keep_micro: bool = False
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -90,6 +90,8 @@ def _fit_settings(config: Config, recipe: Recipe) -> FitSettings:
         strict=config.strict,
         profile=training.profile_communication,
         sample_tokens=training.sample_tokens,
+        sample_prompt=training.sample_prompt,
+        sample_every=training.sample_every,
         project=config.run.project,
         keep_micro=training.micro_batch_size is not None,
         config=mask_tree(config.model_dump(mode="json")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,8 @@ class Loop:
         profiling: profiles a few steps.
         evaluator: evaluates states on held-out data; None for no evaluation.
         eval_every: steps between two evaluations; None for a single one at the end.
+        sample: returns a text that the model generates; None if it generates none.
+        sample_every: steps between two such texts; None for none during training.
         evaluate_ahead: whether to compile the evaluation during the first step.
         log_every: steps between two logged steps.
         rate: the learning rate, as a metric.
@@ -78,6 +81,8 @@ class Loop:
     profiling: NoProfiling
     evaluator: Evaluator | None
     eval_every: int | None
+    sample: Callable[[TrainState], str | None]
+    sample_every: int | None
     log_every: int
     rate: LearningRate
     context: CallbackContext
@@ -230,9 +235,18 @@ class Loop:
         saving |= self.context.take_save()
         if saving:
             self._save(state, progress)
-        if evaluating or saving:
+        sampling = self.sample_every is not None and step % self.sample_every == 0
+        if sampling:
+            self._sample(state, step)
+        if evaluating or saving or sampling:
             self.meter.exclude(time.perf_counter() - started)
         return evaluating
+
+    def _sample(self, state: TrainState, step: int) -> None:
+        with self.heartbeat.during(Doing.EVALUATING):
+            text = self.sample(state)
+        if text is not None:
+            self.log.tracker.event("sample", step, text, {})
 
     def _evaluates(self, step: int) -> bool:
         return self.eval_every is not None and step % self.eval_every == 0

@@ -69,7 +69,7 @@ from meshwright.trainer.starting.run_warnings import no_rate_left, repeated_samp
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.fit_result import FitResult
-from meshwright.trainer.trained.text_sample import generate_sample
+from meshwright.trainer.trained.text_sample import TextSample, generate_sample
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
 from meshwright.weights.kept import HF_FOLDER
 
@@ -262,7 +262,7 @@ class TrainingRun:
         progress, hf_files = self._progress, self._start.hf_files
         extra: dict[str, Any] = {}
         if self._asked.recipe is not None and not progress.stop.interrupted:
-            sample = generate_sample(self._asked, self._assembled, state, self._ends)
+            sample = self._sample(state)
             text, grade = (None, None) if sample is None else sample
             extra = {"sample": text, "grade": grade}
         return FitResult(
@@ -281,6 +281,13 @@ class TrainingRun:
             extra=extra,
             **attempts_so_far(seconds),
         )
+
+    def _sample(self, state: TrainState) -> TextSample | None:
+        return generate_sample(self._asked, self._assembled, state, self._ends)
+
+    def _sample_text(self, state: TrainState) -> str | None:
+        sample = self._sample(state)
+        return None if sample is None else sample.text
 
     def _make_loop(
         self, compiled: CompiledStep, log: RunLog, checkpointer: Checkpointer, interrupt: Interrupt
@@ -320,6 +327,8 @@ class TrainingRun:
             profiling=self._make_profiling(compiled),
             evaluator=self._evaluator,
             eval_every=asked.eval_every,
+            sample=self._sample_text,
+            sample_every=asked.sample_every,
             # A profile would show the compiler at work.
             evaluate_ahead=not asked.profile,
             log_every=trainer.log_every,

@@ -19,6 +19,8 @@ from meshwright.config.argument_checks import check_path
 from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright.generation.generate import Generated, generate
+from meshwright.generation.text_settings import read_text_settings
 from meshwright.processes import broadcast, is_main
 from meshwright.runtime.other_names import formerly
 from meshwright.step.assemble import Assembled
@@ -193,6 +195,20 @@ class FitResult:
         """
         given, function = prediction_inputs(data, fn, self.programs.batch_like)
         return predict(self.programs, self.state, given, function)
+
+    def generate(self, prompts: Any, **settings: Any) -> Generated:
+        """Continue prompts with the trained model, on the mesh that it was trained on.
+
+        Args:
+            prompts: texts or token ids.
+            settings: arguments of `mw.generate`. The tokenizer is that of the run, and the weights
+                are in the format that the run computed in, unless they say otherwise.
+        """
+        if self.run_dir is not None:
+            settings.setdefault("tokenizer", read_text_settings(self.run_dir))
+        formats = {"bf16": "bfloat16", "fp16": "float16"}
+        settings.setdefault("dtype", formats.get(self.assembled.plan.precision))
+        return generate(self.model, prompts, **settings)
 
     def summary(self) -> dict[str, Any]:
         """Return the content of result.json."""

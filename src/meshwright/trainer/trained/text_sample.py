@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.data.sentences import grade
-from meshwright.data.tokenizer import FileTokenizer, Tokens
-from meshwright.models.generate import generate
+from meshwright.data.tokenizer import FileTokenizer
+from meshwright.generation.generate import generate
+from meshwright.generation.text_settings import TextTokens, printable
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -58,33 +58,22 @@ def generate_sample(
     graded = asked.recipe.config_data.is_built_in_text
     batch = source.batch(0, GRADED_ROWS if graded else 1)
     rows = np.asarray(batch["tokens"] if "tokens" in batch else batch["inputs"])
-    prompt = rows[:, : min(PROMPT_TOKENS, task.context_length - 1)]
-    tokens = generate(
-        assembled.model(state),
-        prompt,
-        num_tokens=asked.sample_tokens,
-        context_length=task.context_length,
-        temperature=TEMPERATURE,
-        sharding=NamedSharding(assembled.mesh, PartitionSpec()),
-    )
+    prompts: list[Any] = [*rows[:, : min(PROMPT_TOKENS, task.context_length - 1)]]
+    if asked.sample_prompt is not None:
+        prompts, graded = [TextTokens(tokenizer).encode(asked.sample_prompt)], False
     if isinstance(tokenizer, FileTokenizer):
         ends = (*ends, *tokenizer.marks.end[-1:])
-    texts: list[str] = []
-    for row in tokens:
-        text = until_end(row, prompt.shape[1], ends)
-        # The model's vocabulary may be larger than the tokenizer's.
-        texts.append(_printable(str(tokenizer.decode(text[text < tokenizer.vocab_size]))))
-    return TextSample(texts[0], grade(texts) if graded else None)
-
-
-def until_end(tokens: Tokens, start: int, ends: Sequence[int]) -> Tokens:
-    """Return tokens up to the first from `start` on that ends a text."""
-    found = np.flatnonzero(np.isin(tokens[start:], ends))
-    return tokens[: start + int(found[0])] if found.size else tokens
-
-
-def _printable(text: str) -> str:
-    """Return text without control characters, which would affect a terminal."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    new = generate(
+        assembled.model(state),
+        prompts,
+        max_new_tokens=asked.sample_tokens,
+        context_length=task.context_length,
+        temperature=TEMPERATURE,
+        stop_tokens=ends,
+        tokenizer=tokenizer,
     )
+    texts = [
+        printable(f"{tokenizer.decode(prompt)}{text}")
+        for prompt, text in zip(prompts, new.texts, strict=True)
+    ]
+    return TextSample(texts[0], grade(texts) if graded else None)
