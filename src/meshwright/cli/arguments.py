@@ -30,12 +30,12 @@ class Arguments:
         """Whether a flag was given."""
         return flag in self.flags
 
-    def number(self, flag: str, default: int, *, most: int = 1000) -> int:
-        """Return the value of a flag that takes a whole number from 1 to ``most``."""
+    def number(self, flag: str, default: int, *, most: int = 1000, least: int = 1) -> int:
+        """Return the value of a flag that takes a whole number from ``least`` to ``most``."""
         text = self.flags.get(flag, str(default))
-        if not text.isdecimal() or not 1 <= int(text) <= most:
+        if not text.isdecimal() or not least <= int(text) <= most:
             raise UserError(
-                f"{flag} {text} is not valid", fix=f"write {flag} N with N from 1 to {most}"
+                f"{flag} {text} is not valid", fix=f"write {flag} N with N from {least} to {most}"
             )
         return int(text)
 

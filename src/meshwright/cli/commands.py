@@ -69,6 +69,15 @@ class Command:
 
 _SHARE = Flag("--memory-share", "share of a device's memory that a plan may use (default 0.9)", "S")
 
+_MODEL = (
+    Flag("--mesh", "where to run, such as data=8 or fsdp=4,tensor=2", "SIZES"),
+    Flag("--simulate", "run on N virtual CPU devices", "N"),
+    Flag("--step", "which checkpoint (default: the newest)", "N"),
+    Flag("--which", "best, with the lowest evaluation loss, or last", "NAME"),
+    Flag("--ema", "the moving average of the weights (training.ema_decay)"),
+)
+"""Flags of commands that load a model."""
+
 COMMON_FLAGS = (
     Flag("--json", "print the result as one JSON value on stdout"),
     Flag("--cfg", "print the composed config and stop: job, hydra or all", "PART"),
@@ -195,6 +204,46 @@ COMMANDS = {
                 ),
             ),
             usage="RUN FILE [flags], or RUN --to hf FOLDER [flags]",
+            composes=False,
+        ),
+        Command(
+            "generate",
+            "continue prompts with the model of a run or a Hugging Face folder",
+            'outputs/meshwright/2026-01-31/12-00-00 --prompt "Once upon a time"',
+            flags=(
+                Flag("--prompt", "the text to continue, or the first message of --chat", "TEXT"),
+                Flag("--chat", "keep a conversation, by the folder's chat template"),
+                Flag("--system", "what a conversation starts with", "TEXT"),
+                Flag("--file", 'continue every {"prompt": …} of a file of JSON lines', "FILE"),
+                Flag("--out", "where to write those; what is written already is kept", "FILE"),
+                Flag("--max-new-tokens", "the most new tokens (default 256)", "N"),
+                Flag("--min-new-tokens", "new tokens before a stop token may come", "N"),
+                Flag("--temperature", "0 takes the likeliest token (default: the folder's)", "T"),
+                Flag("--top-k", "sample from the K likeliest tokens only", "K"),
+                Flag("--top-p", "sample from the likeliest tokens up to probability P", "P"),
+                Flag("--min-p", "sample from tokens with P of the likeliest's probability", "P"),
+                Flag("--repetition-penalty", "above 1 repeats less", "R"),
+                Flag("--stop", "a text that ends the continuation", "TEXT"),
+                Flag("--stop-tokens", "tokens that end it (default: the folder's)", "IDS"),
+                Flag("--samples", "continuations of each prompt (default 1)", "N"),
+                Flag("--seed", "seed of the samples (default 0)", "N"),
+                Flag("--batch-size", "rows at a time (default 64)", "N"),
+                Flag("--dtype", "number format of the weights, such as bfloat16", "NAME"),
+                *_MODEL,
+            ),
+            usage='RUN|FOLDER --prompt "…" [flags]',
+            composes=False,
+        ),
+        Command(
+            "eval",
+            "measure how well a model predicts the text of a file",
+            "outputs/meshwright/2026-01-31/12-00-00 text.txt",
+            flags=(
+                Flag("--window", "tokens that the model sees at once (default: all it can)", "N"),
+                Flag("--stride", "by how much windows move (default: half of one)", "N"),
+                *_MODEL,
+            ),
+            usage="RUN|FOLDER FILE [flags]",
             composes=False,
         ),
         Command(

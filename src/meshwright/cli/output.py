@@ -60,6 +60,12 @@ class Output:
         self._result.write(text if text.endswith("\n") else text + "\n")
         self._result.flush()
 
+    def stream(self, text: str) -> None:
+        """Print a part of a result that is plain text, at once."""
+        if not self.silent:
+            self._result.write(text)
+            self._result.flush()
+
     def console(self) -> Console:
         """Return a rich console on the result stream."""
         from rich.console import Console

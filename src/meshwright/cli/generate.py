@@ -1,0 +1,265 @@
+"""`meshwright generate`: continues prompts, keeps a conversation, or works through a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.arguments import Arguments
+from meshwright.cli.output import Output
+from meshwright.cli.text_model import decimal, open_model
+from meshwright.errors import ExitCode, UserError
+from meshwright.runtime.activity import activity
+from meshwright.text.json_text import parse_json, write_atomically
+from meshwright.text.units import counted
+
+MAX_NEW_TOKENS = 256
+_NUMBERS = ("temperature", "top-p", "min-p", "repetition-penalty")
+_COUNTS = ("top-k", "min-new-tokens")
+
+
+def run(arguments: Arguments, output: Output) -> int:
+    """Continue what was asked for, and print or write it."""
+    (path,) = arguments.words("a run or a folder", example='RUN --prompt "Once"')
+    modes = [flag for flag in ("--prompt", "--file", "--chat") if arguments.has(flag)]
+    if not modes or ("--file" in modes and len(modes) > 1):
+        raise UserError(
+            "generate takes --prompt, --chat or --file",
+            why=f"given: {' and '.join(modes) or 'none of them'}",
+            fix='write --prompt "Once upon a time"',
+        )
+    if "--file" in modes:
+        # Before the model is loaded.
+        prompts, done = _prompts(Path(arguments.flags["--file"])), _written(arguments)
+    from meshwright.generation.generate import make_generator
+
+    model, settings = open_model(arguments, path)
+    generator = make_generator(
+        model,
+        _sampling(arguments),
+        tokenizer=settings,
+        max_new_tokens=arguments.number("--max-new-tokens", MAX_NEW_TOKENS, most=2**31 - 1),
+        stop=arguments.flags.get("--stop", ()),
+        samples=arguments.number("--samples", 1),
+        seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
+        batch_size=arguments.number("--batch-size", 64, most=2**20),
+        mesh=arguments.flags.get("--mesh"),
+        dtype=arguments.flags.get("--dtype"),
+    )
+    for remark in generator.remarks:
+        output.say(remark)
+    if "--file" in modes:
+        return _file(generator, settings, prompts, done, arguments, output)
+    if "--chat" in modes:
+        return _chat(generator, settings, arguments, output)
+    return _prompt(generator, arguments.flags["--prompt"], output)
+
+
+def _prompt(generator: Any, prompt: str, output: Output) -> int:
+    from meshwright.generation.generate import generated
+    from meshwright.generation.text_settings import printable
+
+    started, streams = time.perf_counter(), generator.samples == 1 and not output.as_json
+    prompts = generator.read(prompt)
+    rows = generator(prompts, _streamed(output) if streams else None)
+    found = generated(generator, rows, started)
+    if streams:
+        output.text("\n")
+    elif not output.as_json:
+        output.text("\n".join(f"{each.sample}: {printable(str(each.text))}" for each in found))
+    output.result(
+        {
+            "tokens_per_second": found.tokens_per_second,
+            "remarks": list(found.remarks),
+            "continuations": [_line(each) for each in found],
+        }
+    )
+    for remark in found.remarks[len(generator.remarks) :]:
+        output.say(remark)
+    new, rate = counted(found.num_tokens, "token"), found.tokens_per_second
+    output.say(f"{new}, {rate:,.1f} tokens/s, ended by {rows[0].ended}")
+    return ExitCode.DONE
+
+
+def _streamed(output: Output) -> Callable[[Any], None]:
+    from meshwright.generation.text_settings import printable
+
+    return lambda piece: output.stream(printable(piece.text))
+
+
+def _chat(generator: Any, settings: Any, arguments: Arguments, output: Output) -> int:
+    """Answer each line, with all lines before it."""
+    from meshwright.generation.chat_template import render_chat
+    from meshwright.generation.token_loop import Prompt
+
+    system = arguments.flags.get("--system")
+    messages = [{"role": "system", "content": system}] if system else []
+    given = arguments.flags.get("--prompt")
+    for number, said in enumerate(_lines() if given is None else [given]):
+        messages.append({"role": "user", "content": said})
+        text = render_chat(settings, messages)
+        tokens = generator.check(number, generator.text.encode(text, start=False))
+        stream = None if output.as_json else _streamed(output)
+        (row,) = generator([Prompt(number, tokens)], stream)
+        messages.append({"role": "assistant", "content": row.text})
+        if not output.as_json:
+            output.text("\n")
+    output.result({"messages": messages})
+    return ExitCode.DONE
+
+
+def _lines() -> Iterator[str]:
+    """Yield what the user types, until the end of the input."""
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _file(
+    generator: Any,
+    settings: Any,
+    prompts: list[Mapping[str, Any]],
+    done: dict[int, Any],
+    arguments: Arguments,
+    output: Output,
+) -> int:
+    """Continue the prompts of a file that are not written yet, batch by batch."""
+    from meshwright.generation.token_loop import Prompt
+
+    for number, prompt in done.items():
+        if number >= len(prompts) or prompts[number] != prompt:
+            raise UserError(
+                f"{arguments.flags['--out']} was written for other prompts",
+                why=f"its prompt {number} is {json.dumps(prompt)[:80]}",
+                fix="name another file, or remove this one",
+            )
+    left = [number for number in range(len(prompts)) if number not in done]
+    if done:
+        output.say(f"{len(done):,} of {counted(len(prompts), 'prompt')} were written before")
+    read = [Prompt(n, generator.check(n, _tokens(generator, settings, prompts[n]))) for n in left]
+    size, started, tokens = max(1, generator.batch_size // generator.samples), time.monotonic(), 0
+    with activity("generating") as progress, _opened(arguments, output) as write:
+        for start in range(0, len(read), size):
+            rows = generator(read[start : start + size])
+            lines = [{"input": prompts[row.prompt.number], **_line(row)} for row in rows]
+            # All at once, so that Ctrl-C leaves whole prompts.
+            write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+            tokens += sum(len(row.tokens) for row in rows)
+            rate = tokens / (time.monotonic() - started)
+            progress(f"{len(done) + start + size:,}/{len(prompts):,} prompts, {rate:,.0f} tokens/s")
+    rate = tokens / max(time.monotonic() - started, 1e-9)
+    summary = {"prompts": len(left), "new_tokens": tokens, "tokens_per_second": rate}
+    if arguments.has("--out"):
+        output.result(summary)
+    output.say(f"{counted(len(left), 'prompt')}, {counted(tokens, 'token')}, {rate:,.0f} tokens/s")
+    return ExitCode.DONE
+
+
+def _tokens(generator: Any, settings: Any, prompt: Any) -> Any:
+    """Return the tokens of one line of a file."""
+    from meshwright.generation.chat_template import render_chat
+
+    if "messages" in prompt:
+        text = render_chat(settings, prompt["messages"])
+        return generator.text.encode(text, start=False)
+    (read,) = generator.read([prompt.get("prompt", prompt.get("tokens"))])
+    return read.tokens
+
+
+def _prompts(path: Path) -> list[Mapping[str, Any]]:
+    """Return the lines of a file of prompts."""
+    forms = '{"prompt": "Once"}, {"tokens": [1, 2]} or {"messages": [{"role": "user", …}]}'
+    found: list[Mapping[str, Any]] = []
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        value = parse_json(line)
+        keys = {"prompt": str, "tokens": list, "messages": list}
+        value = {"prompt": value} if isinstance(value, str) else value
+        known = isinstance(value, dict) and any(
+            isinstance(value.get(key), kind) for key, kind in keys.items()
+        )
+        if not known:
+            raise UserError(
+                f"line {number} of {path} is not a prompt", why=line[:80], fix=f"write {forms}"
+            )
+        found.append(value)
+    if not found:
+        raise UserError(f"{path} has no prompts", fix=f"write a line such as {forms}")
+    return found
+
+
+def _written(arguments: Arguments) -> dict[int, Any]:
+    """Return the prompts whose samples are all written, and drop what a killed process left."""
+    path = Path(arguments.flags.get("--out", ""))
+    if not arguments.has("--out") or not path.exists():
+        return {}
+    found: dict[int, list[Any]] = {}
+    for line in _read(path).splitlines():
+        value = parse_json(line)
+        if isinstance(value, dict) and "input" in value and "index" in value:
+            found.setdefault(value["index"], []).append((value["input"], line))
+    samples = arguments.number("--samples", 1)
+    whole = {number: lines for number, lines in found.items() if len(lines) == samples}
+    kept = "".join(f"{line}\n" for lines in whole.values() for _, line in lines)
+    if kept != _read(path):
+        write_atomically(path, kept)
+    return {number: lines[0][0] for number, lines in whole.items()}
+
+
+@contextmanager
+def _opened(arguments: Arguments, output: Output) -> Generator[Callable[[str], None]]:
+    """Yield a function that writes text to --out at once, or to stdout without it."""
+    if not arguments.has("--out"):
+        yield output.stream
+        return
+    path = Path(arguments.flags["--out"])
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}", why=str(error)) from error
+    with file:
+
+        def write(text: str) -> None:
+            file.write(text)
+            file.flush()
+
+        yield write
+
+
+def _line(row: Any) -> dict[str, Any]:
+    """Return a row as JSON has it."""
+    names = ("sample", "text", "tokens", "log_probs", "ended")
+    return {"index": row.prompt.number, **{name: getattr(row, name) for name in names}}
+
+
+def _sampling(arguments: Arguments) -> dict[str, Any]:
+    """Return the settings of sampling that were given."""
+    given = {name: decimal(arguments, f"--{name}") for name in _NUMBERS}
+    given |= {
+        name: arguments.number(f"--{name}", 1, most=2**31, least=0)
+        for name in _COUNTS
+        if arguments.has(f"--{name}")
+    }
+    if text := arguments.flags.get("--stop-tokens"):
+        words = text.replace(",", " ").split()
+        if not all(word.isdecimal() for word in words):
+            raise UserError(f"--stop-tokens {text} is not valid", fix="write --stop-tokens 1,2")
+        given["stop-tokens"] = tuple(map(int, words))
+    return {name.replace("-", "_"): value for name, value in given.items()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}", why=str(error)) from error

@@ -1,0 +1,205 @@
+"""Text: stop strings across tokens, pieces that add up, folders, templates, commands."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf_folders import GPT2, copy_folder
+from tokenizer_folders import make_folder
+
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.data.tokenizer import ByteTokenizer
+from meshwright.errors import UserError
+from meshwright.generation.chat_template import render_chat
+from meshwright.generation.generate import generate
+from meshwright.generation.row_placement import RowPlacement
+from meshwright.generation.text_scores import score_documents, windows
+from meshwright.generation.text_settings import TextSettings, read_text_settings
+
+SAID = "ab3é€z <end>!\n"
+
+
+class Chain(nnx.Module):
+    """Says the bytes of a text one after the other, whatever comes before the last."""
+
+    def __init__(self):
+        said = SAID.encode()
+        following = np.zeros(256, np.int32)
+        for one, other in itertools.pairwise(said):
+            following[one] = other
+        self.following = nnx.Variable(jnp.asarray(following))
+
+    def __call__(self, tokens):
+        return 5 * jax.nn.one_hot(self.following[...][tokens], 256)
+
+
+def say(**settings):
+    pieces = []
+    got = generate(
+        Chain(),
+        "a",
+        max_new_tokens=15,
+        tokenizer=ByteTokenizer(),
+        on_piece=pieces.append,
+        **settings,
+    )
+    assert "".join(piece.text for piece in pieces) == got.texts[0]
+    assert [t for piece in pieces for t in piece.tokens] == got.tokens[0]
+    return got[0]
+
+
+def test_pieces_add_up_and_never_have_half_a_character(monkeypatch):
+    monkeypatch.setattr("meshwright.generation.generate.STREAMED_CHUNK", 1)
+    assert say().text == SAID[1:-1]
+    # A string that begins like a stop string and is none is held back, not lost.
+    ended = say(stop=["<end>?", "d>!"])
+    assert (ended.text, ended.ended) == ("b3é€z <en", "stop string")
+    assert bytes(ended.tokens) == "b3é€z <end>!".encode()
+
+
+def test_a_stop_string_is_found_inside_a_chunk():
+    ended = say(stop="€z")
+    assert (ended.text, bytes(ended.tokens).decode()) == ("b3é", "b3é€z")
+    assert len(ended.log_probs) == len(ended.drawn_log_probs) == len(ended.tokens)
+    ended = say(stop_tokens=[ord("z")])
+    assert (ended.text, ended.ended, ended.tokens[-1]) == ("b3é€", "stop token", ord("z"))
+
+
+def test_a_folder_says_how_to_sample_and_where_to_stop(tmp_path):
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 4]}
+    names = {"bos_token": "<bos>", "eos_token": "<|done|>", "chat_template": "{{ bos_token }}hi"}
+    folder = make_folder(
+        tmp_path / "f", template="<bos> $A", generation_config=settings, tokenizer_config=names
+    )
+    found = read_text_settings(folder)
+    assert found.stop_tokens == (2, 4)
+    assert found.sampling == {"temperature": 0.6, "top_p": 0.9}
+    assert render_chat(found, []) == "<bos>hi"
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
+    assert read_text_settings(folder).sampling == {}
+
+
+def chat(tmp_path, template, messages, **settings):
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return render_chat(TextSettings(tmp_path), messages, **settings)
+
+
+def test_templates_are_written_as_transformers_does_and_kept_in_a_sandbox(tmp_path):
+    said = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "b"}]
+    template = (
+        "{% for m in messages %}\n    {% if m.role == 'system' %}{% continue %}{% endif %}\n"
+        "{% generation %}<{{ m['role'] }}>{{ m | tojson }}{% endgeneration %}\n\n{% endfor %}\n"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    expected = "".join(f"<{m['role']}>{json.dumps(m, ensure_ascii=False)}\n" for m in said)
+    assert chat(tmp_path, template, said) == expected + "<assistant>"
+    assert chat(tmp_path, template, said, reply=False) == expected
+    assert len(chat(tmp_path, "{{ strftime_now('%Y') }}", [])) == 4
+    for bad in ("{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", "{% if %}",
+                "{{ messages.append(1) }}", "{{ range(10**9) | list }}"):  # fmt: skip
+        with pytest.raises(UserError, match="cannot write this conversation"):
+            chat(tmp_path, bad, said)
+    with pytest.raises(UserError, match="no chat template"):
+        render_chat(TextSettings(GPT2), said)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(7, 1), (7, 3), (7, 6), (40, 20)])
+def test_windows_count_every_token_but_the_first_once(length, stride):
+    tokens = np.arange(23)
+    counted = [
+        t for window in windows(tokens, length, stride) for t in window.tokens[window.first :]
+    ]
+    assert counted == list(range(1, 23))
+    assert all(len(w.tokens) <= length and w.first >= 1 for w in windows(tokens, length, stride))
+
+
+class Bigrams(nnx.Module):
+    """Predicts a token from the one before it."""
+
+    def __init__(self):
+        self.table = nnx.Param(jnp.asarray(np.random.default_rng(0).normal(size=(30, 30)) * 2))
+
+    def __call__(self, tokens):
+        return self.table[...][tokens]
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 4, "fsdp": 2}])
+def test_scores_are_those_of_the_logits_on_any_mesh(mesh):
+    model, random = Bigrams(), np.random.default_rng(1)
+    documents = [random.integers(0, 30, n).astype(np.int32) for n in (1, 5, 12, 40, 0)]
+    table = np.asarray(model.table[...], np.float64)
+    log_probs = table - np.log(np.exp(table).sum(axis=-1, keepdims=True))
+    expected = -sum(log_probs[one[:-1], one[1:]].sum() for one in documents)
+    placement = RowPlacement(mw.build_mesh(mesh)) if mesh else None
+    score = score_documents(model, documents, length=12, num_bytes=50, placement=placement)
+    np.testing.assert_allclose(score.nats, expected, rtol=1e-6)
+    assert (score.tokens, score.first_tokens) == (54, 4)
+    assert score.to_json()["bits_per_byte"] == pytest.approx(score.nats / 50 / np.log(2))
+
+
+def call(capfd, *words):
+    code = main([str(word) for word in words])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_a_file_is_continued_and_what_is_written_is_kept(tmp_path, capfd):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "the"}, {"tokens": [5, 6]}, {"prompt": "mesh"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ("generate", GPT2, "--file", prompts, "--out", out, "--max-new-tokens", 3)
+    words = (*words, "--temperature", 1, "--batch-size", 1)
+    code, _, err = call(capfd, *words)
+    assert code == 0, err
+    whole = out.read_text()
+    written = [json.loads(line) for line in whole.splitlines()]
+    assert [(w["index"], w["input"], len(w["tokens"])) for w in written] == [
+        (n, line, 3) for n, line in enumerate(lines)
+    ]
+    # A process that was killed while it wrote the second.
+    out.write_text(whole[: whole.index('"index": 1') + 20])
+    code, _, err = call(capfd, *words)
+    assert code == 0, err
+    assert "1 of 3 prompts were written before" in err
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["tokens"] for each in again] == [each["tokens"] for each in written]
+    prompts.write_text(json.dumps({"prompt": "other"}) + "\n")
+    code, _, err = call(capfd, *words)
+    assert code == 2
+    assert "was written for other prompts" in err
+
+
+BAD = {
+    "nothing": ((), "takes --prompt, --chat or --file"),
+    "no template": (("--chat", "--prompt", "the"), "there is no chat template"),
+    "a stop token": (
+        ("--prompt", "the", "--stop-tokens", "9999"),
+        "has the token 9999",
+    ),
+    "a long prompt": (("--prompt", "the " * 200), "leaves no room for new tokens"),
+    "an empty line": (("--file", "{empty}"), "line 1 of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_message(name, tmp_path, capfd):
+    (tmp_path / "empty.jsonl").write_text("{}\n")
+    words, says = BAD[name]
+    words = [word.replace("{empty}", str(tmp_path / "empty.jsonl")) for word in words]
+    code, out, err = call(capfd, "generate", GPT2, *words)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_a_folder_without_a_tokenizer_is_told(tmp_path, capfd):
+    folder = copy_folder("gpt2", tmp_path / "f")
+    (folder / "tokenizer.json").unlink()
+    code, _, err = call(capfd, "generate", folder, "--prompt", "the")
+    assert code == 2
+    assert "there is no tokenizer" in err
