@@ -110,12 +110,9 @@ def test_templates_are_written_as_transformers_does_and_kept_in_a_sandbox(tmp_pa
 
 @pytest.mark.parametrize(("length", "stride"), [(7, 1), (7, 3), (7, 6), (40, 20)])
 def test_windows_count_every_token_but_the_first_once(length, stride):
-    tokens = np.arange(23)
-    counted = [
-        t for window in windows(tokens, length, stride) for t in window.tokens[window.first :]
-    ]
-    assert counted == list(range(1, 23))
-    assert all(len(w.tokens) <= length and w.first >= 1 for w in windows(tokens, length, stride))
+    found = list(windows(np.arange(23), length, stride))
+    assert [t for tokens, first in found for t in tokens[first:]] == list(range(1, 23))
+    assert all(len(tokens) <= length and first >= 1 for tokens, first in found)
 
 
 class Bigrams(nnx.Module):
@@ -148,6 +145,7 @@ def call(capfd, *words):
     return code, out, err
 
 
+@pytest.mark.full
 def test_a_file_is_continued_and_what_is_written_is_kept(tmp_path, capfd):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": "the"}, {"tokens": [5, 6]}, {"prompt": "mesh"}]

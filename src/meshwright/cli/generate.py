@@ -33,9 +33,9 @@ def run(arguments: Arguments, output: Output) -> int:
             why=f"given: {' and '.join(modes) or 'none of them'}",
             fix='write --prompt "Once upon a time"',
         )
-    if "--file" in modes:
-        # Before the model is loaded.
-        prompts, done = _prompts(Path(arguments.flags["--file"])), _written(arguments)
+    # Files are read before the model is loaded.
+    prompts = _prompts(Path(arguments.flags["--file"])) if "--file" in modes else []
+    done = _written(arguments) if "--file" in modes else {}
     from meshwright.generation.generate import make_generator
 
     model, settings = open_model(arguments, path)
@@ -244,7 +244,7 @@ def _line(row: Any) -> dict[str, Any]:
 
 def _sampling(arguments: Arguments) -> dict[str, Any]:
     """Return the settings of sampling that were given."""
-    given = {name: decimal(arguments, f"--{name}") for name in _NUMBERS}
+    given: dict[str, Any] = {name: decimal(arguments, f"--{name}") for name in _NUMBERS}
     given |= {
         name: arguments.number(f"--{name}", 1, most=2**31, least=0)
         for name in _COUNTS

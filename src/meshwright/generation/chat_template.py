@@ -28,14 +28,14 @@ def render_chat(settings: TextSettings, messages: Sequence[Message], *, reply: b
             why="neither chat_template.jinja nor tokenizer_config.json has one",
             fix="use a model that was trained on conversations, or --prompt without --chat",
         )
-    import_jinja()
-    from jinja2 import TemplateError
-
     try:
-        return (
-            _environment()
-            .from_string(settings.template)
-            .render(messages=list(messages), add_generation_prompt=reply, **settings.special_tokens)
+        from jinja2 import TemplateError
+    except ImportError as error:
+        raise missing_package("a chat template", "jinja2", "hf") from error
+    try:
+        template = _environment().from_string(settings.template)
+        return template.render(
+            messages=list(messages), add_generation_prompt=reply, **settings.special_tokens
         )
     except (TemplateError, TypeError, OverflowError) as error:
         raise UserError(
@@ -43,14 +43,6 @@ def render_chat(settings: TextSettings, messages: Sequence[Message], *, reply: b
             why=first_line(error),
             fix='write messages such as {"role": "user", "content": "Hello"}',
         ) from error
-
-
-def import_jinja() -> None:
-    """Refuse to go on without the package that templates need."""
-    try:
-        import jinja2  # noqa: F401
-    except ImportError as error:
-        raise missing_package("a chat template", "jinja2", "hf") from error
 
 
 def _environment() -> Any:
@@ -75,10 +67,12 @@ def _environment() -> Any:
     def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    made = ImmutableSandboxedEnvironment(
+    def now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    made: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    made.globals |= {"raise_exception": refuse, "strftime_now": now}
     return made

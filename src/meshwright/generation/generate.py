@@ -389,16 +389,15 @@ def vocabulary_of(model: nnx.Module, length: int) -> int:
             why=f"called with token ids [1, {length}] it raises {typed_line(error)}",
             fix=fix,
         ) from error
-    shape = getattr(found, "shape", None)
-    floats = shape is not None and jnp.issubdtype(found.dtype, jnp.floating)
-    if not floats or len(shape) != 3 or shape[:2] != (1, length):
-        what = f"an array {list(shape)} of {found.dtype}" if shape is not None else str(type(found))
+    shape = tuple(getattr(found, "shape", ()))
+    if len(shape) != 3 or shape[:2] != (1, length) or not jnp.issubdtype(found.dtype, jnp.floating):
+        what = f"an array {list(shape)} of {found.dtype}" if shape else type(found).__name__
         raise UserError(
             f"{type(model).__name__} is not a model of tokens",
             why=f"from token ids [1, {length}] it makes {what}",
             fix=fix,
         )
-    return int(shape[-1])
+    return shape[-1]
 
 
 def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:

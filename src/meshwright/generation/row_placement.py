@@ -94,8 +94,9 @@ class RowPlacement:
         """Return the sharding of a weight over tensor alone."""
         if self.mesh is None:
             return None
-        named = isinstance(weight.sharding, NamedSharding) and weight.sharding.mesh == self.mesh
-        spec = weight.sharding.spec if named else PartitionSpec()
+        own, spec = weight.sharding, PartitionSpec()
+        if isinstance(own, NamedSharding) and own.mesh == self.mesh:
+            spec = own.spec
         return NamedSharding(self.mesh, PartitionSpec(*map(_over_tensor, spec)))
 
     def _too_large(self, weights: Any, dtypes: Any, shardings: Any) -> str:

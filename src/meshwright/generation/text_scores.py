@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from numpy.typing import NDArray
 
+from meshwright.data.tokenizer import Tokens
 from meshwright.errors import UserError
 from meshwright.generation.decoder import split_model
 from meshwright.generation.row_placement import RowPlacement, placement_of
@@ -66,26 +66,22 @@ class TextScore:
         )
 
 
-class Window(NamedTuple):
-    """Tokens that the model sees at once, of which those from `first` on are counted."""
+def windows(tokens: Tokens, length: int, stride: int) -> Iterator[tuple[Tokens, int]]:
+    """Yield what the model sees of a document at once, and from where on its tokens are counted.
 
-    tokens: NDArray[np.int32]
-    first: int
-
-
-def windows(tokens: NDArray[np.int32], length: int, stride: int) -> Iterator[Window]:
-    """Divide a document into windows that count each token but the first exactly once."""
+    Each token but the first is counted exactly once.
+    """
     done = 1
     for start in range(0, len(tokens), stride):
         part = tokens[start : start + length]
         if start + len(part) > done:
-            yield Window(part, done - start)
+            yield part, done - start
             done = start + len(part)
 
 
 def score_documents(
     model: nnx.Module,
-    documents: Sequence[NDArray[np.int32]],
+    documents: Sequence[Tokens],
     *,
     length: int,
     stride: int | None = None,

@@ -132,9 +132,10 @@ class TokenLoop:
             if row is None or row.ended:
                 continue
             count = int(got.is_new[:, n].sum())
-            row.tokens += got.token[:count, n].tolist()
-            row.log_probs += got.log_prob[:count, n].tolist()
-            row.drawn_log_probs += got.drawn_log_prob[:count, n].tolist()
+            token, log_prob, drawn = (values[:count, n].tolist() for values in got.chosen)
+            row.tokens += token
+            row.log_probs += log_prob
+            row.drawn_log_probs += drawn
             if row.tokens[-1] in self.sampling.stop_tokens:
                 row.ended = Ended.STOP_TOKEN
             elif len(row.tokens) >= row.limit:

@@ -13,7 +13,7 @@ from jax import Array
 from meshwright.generation.decoder import Cache, Decoder, Weights
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
-from meshwright.generation.sampling import Draws, Method, Numbers, choose
+from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
 
 KEPT = 8
 """Models and lengths whose programs are kept."""
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     Attributes:
         token: its last token, which the model has not read.
         position: where this token stands.
-        count: its new tokens.
+        new: its new tokens.
         limit: the most new tokens it may have.
         done: whether it has ended.
         prompt: the number of its prompt.
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
     token: Array
     position: Array
-    count: Array
+    new: Array
     limit: Array
     done: Array
     prompt: Array
@@ -44,19 +44,10 @@ class Rows(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """New tokens [N, B], and the rest of what was chosen.
+    """What was chosen, [N, B] each, and whether a row had not ended before."""
 
-    Attributes:
-        token: the tokens.
-        is_new: whether the row had not ended before.
-        log_prob: of the model's full distribution.
-        drawn_log_prob: of the distribution that was drawn from.
-    """
-
-    token: Any
-    is_new: Any
-    log_prob: Any
-    drawn_log_prob: Any
+    chosen: Chosen
+    is_new: Array
 
 
 class Prompts(NamedTuple):
@@ -117,7 +108,7 @@ class TokenPrograms:
         rows = Rows(
             token=jnp.zeros_like(lengths),
             position=lengths - 1,
-            count=jnp.zeros_like(lengths),
+            new=jnp.zeros_like(lengths),
             limit=prompts.limit,
             done=prompts.limit == 0,
             prompt=prompts.prompt,
@@ -156,10 +147,10 @@ class TokenPrograms:
 def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tuple[Rows, NewTokens]:
     """Choose the next token of each row that has not ended."""
     draws = Draws(rows.prompt, rows.sample, rows.position + 1)
-    chosen = choose(method, numbers, logits, draws, rows.seen, rows.count)
+    chosen = choose(method, numbers, logits, draws, rows.seen, rows.new)
     going = ~rows.done
     token = jnp.where(going, chosen.token, rows.token)
-    count = rows.count + going
+    count = rows.new + going
     seen = rows.seen
     if method.penalized:
         seen = seen.at[jnp.arange(len(token)), token].max(going)
@@ -167,11 +158,11 @@ def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tupl
     moved = rows._replace(
         token=token,
         position=rows.position + going,
-        count=count,
+        new=count,
         done=rows.done | ended,
         seen=seen,
     )
-    return moved, NewTokens(token, going, chosen.log_prob, chosen.drawn_log_prob)
+    return moved, NewTokens(chosen, going)
 
 
 _kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
@@ -191,7 +182,7 @@ def token_programs(
     graphdef, state = nnx.split(model)
     weights = jax.tree.leaves(state)
     shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in weights)
-    key = (graphdef, shapes, length, placement, jax.config.jax_enable_x64)
+    key = (graphdef, shapes, length, placement, jax.config.values["jax_enable_x64"])
     try:
         kept = _kept.get(key)
     except TypeError:
