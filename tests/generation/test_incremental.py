@@ -61,6 +61,19 @@ def test_the_reason_names_operation_and_module():
     assert decoder.reason == "reduce_sum in mix mixes positions"
 
 
+def test_a_model_that_takes_only_some_lengths_is_recomputed():
+    chunks = RECOMPUTED["fourier"][0]
+
+    class Chunked(Decoder):
+        def __call__(self, tokens):
+            assert tokens.shape[1] % 8 == 0, "lengths are multiples of 8"
+            return super().__call__(tokens)
+
+    decoder, _ = make_decoder(Chunked(chunks, rngs=nnx.Rngs(0)), LENGTH)
+    assert "called with 23 tokens" in decoder.reason
+    assert "multiples of 8" in decoder.reason
+
+
 FAMILIES = ("gpt2_nano", "llama3_tiny", "gemma3_tiny", "qwen3_tiny", "moe_tiny", "lstm_tiny",
             "stacked_gpt_tiny")  # fmt: skip
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.errors import typed_line
 from meshwright.generation.decoder import LogitsOf, Weights
 from meshwright.generation.positions import NotIncremental
 from meshwright.program.dims.op import primitives
@@ -72,7 +73,11 @@ class TracedDecoder:
 
     def _trace(self, length: int, loops: _Loops) -> ClosedJaxpr:
         structs = [*self._weights, jax.ShapeDtypeStruct((1, length), jnp.int32)]
-        traced = jax.make_jaxpr(lambda *args: self._logits_of(args[:-1], args[-1]))(*structs)
+        try:
+            traced = jax.make_jaxpr(lambda *args: self._logits_of(args[:-1], args[-1]))(*structs)
+        except Exception as error:
+            said = f"called with {length} tokens, the model raises {typed_line(error)}"
+            raise NotIncremental(said) from error
         inlined = Evaluator((_inline, loops)).run
         return jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
 
