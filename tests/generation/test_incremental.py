@@ -7,8 +7,8 @@ from flax import nnx
 from generation.decoder_models import CACHED, RECOMPUTED, VOCABULARY, Decoder
 
 from meshwright.config.compose import compose_config, validate
-from meshwright.generation.decoder import split_model
 from meshwright.generation.make_decoder import make_decoder
+from meshwright.generation.token_decoder import split_model
 from meshwright.recipe import make_model_source
 
 LENGTH, PROMPT = 24, 12

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import check_count, wrong_kind
 from meshwright.errors import UserError, typed_line
-from meshwright.generation.decoder import split_model
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
 from meshwright.generation.text_watch import OnPiece, TextWatch
+from meshwright.generation.token_decoder import split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from meshwright.generation.decoder import Cache, Weights
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows, row_rule
+from meshwright.generation.token_decoder import Cache, Weights
 from meshwright.generation.traced_decoder import TracedDecoder
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (

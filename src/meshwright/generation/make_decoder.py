@@ -5,9 +5,9 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from meshwright.generation.decoder import Decoder, RecomputingDecoder, split_model
 from meshwright.generation.incremental import IncrementalDecoder
 from meshwright.generation.positions import NotIncremental
+from meshwright.generation.token_decoder import Decoder, RecomputingDecoder, split_model
 from meshwright.generation.traced_decoder import TracedDecoder
 from meshwright.program.trace.scopes import module_scopes
 

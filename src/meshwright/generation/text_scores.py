@@ -16,8 +16,8 @@ from jax import Array
 
 from meshwright.data.tokenizer import Tokens
 from meshwright.errors import UserError
-from meshwright.generation.decoder import split_model
 from meshwright.generation.row_placement import RowPlacement, placement_of
+from meshwright.generation.token_decoder import split_model
 
 LOGIT_BYTES = 2**28
 """Logits of a batch, in float32, take no more than this per device, if one row does not."""

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.generation.decoder import Weights
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Sampling
+from meshwright.generation.token_decoder import Weights
 from meshwright.generation.token_programs import NewTokens, Prompts, TokenPrograms
 
 CHUNK = 32

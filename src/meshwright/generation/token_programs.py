@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.generation.decoder import Cache, Decoder, Weights
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
+from meshwright.generation.token_decoder import Cache, Decoder, Weights
 
 KEPT = 8
 """Models and lengths whose programs are kept."""

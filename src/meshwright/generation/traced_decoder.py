@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import typed_line
-from meshwright.generation.decoder import LogitsOf, Weights
 from meshwright.generation.positions import NotIncremental
+from meshwright.generation.token_decoder import LogitsOf, Weights
 from meshwright.program.dims.op import primitives
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
 from meshwright.program.jaxpr.equations import (
