@@ -98,7 +98,7 @@ def test_greedy_takes_the_likeliest_tokens_up_to_the_context(model):
 )
 def test_a_row_is_the_same_in_any_batch_with_any_padding_and_chunk(model, sampled, batch, chunk):
     with jax.enable_x64(True):
-        make = make_generator(model, SAMPLED, max_new_tokens=20, batch_size=batch)
+        make = make_generator(model, max_new_tokens=20, batch_size=batch, **SAMPLED)
         rows = make(make.read(PROMPTS), chunk=chunk)
     assert [row.tokens for row in rows] == [tokens for tokens, _ in sampled]
     for row, (_, log_probs) in zip(rows, sampled, strict=True):
@@ -132,7 +132,7 @@ def test_samples_of_a_prompt_differ_and_come_one_after_the_other(model):
 def test_rows_end_at_stop_tokens_and_the_batch_shrinks(model, sampled):
     stops = (int(sampled[0][0][3]), int(sampled[2][0][1]), int(sampled[4][0][6]))
     with jax.enable_x64(True):
-        make = make_generator(model, {**SAMPLED, "stop_tokens": stops}, max_new_tokens=20)
+        make = make_generator(model, stop_tokens=stops, max_new_tokens=20, **SAMPLED)
         rows = make(make.read(PROMPTS), chunk=5)
     for row, (tokens, _) in zip(rows, sampled, strict=True):
         ends = [n for n, token in enumerate(tokens) if token in stops]
@@ -146,7 +146,7 @@ def test_programs_are_compiled_once(model):
     with jax.enable_x64(True):
         for seed, count in enumerate((20, 20, 17)):
             settings = {**SAMPLED, "temperature": 1 + seed / 10}
-            make = make_generator(model, settings, max_new_tokens=count, seed=seed)
+            make = make_generator(model, max_new_tokens=count, seed=seed, **settings)
             make(make.read(PROMPTS[: 5 + seed]), chunk=4 if count == 20 else 3)
     (programs,) = token_programs._kept.values()
     # Rows end together, so only one size of batch adds tokens, in chunks of two sizes.

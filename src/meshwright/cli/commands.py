@@ -239,7 +239,7 @@ COMMANDS = {
             "measure how well a model predicts the text of a file",
             "outputs/meshwright/2026-01-31/12-00-00 text.txt",
             flags=(
-                Flag("--window", "tokens that the model sees at once (default: all it can)", "N"),
+                Flag("--window", "tokens that the model sees at once (default: up to 1024)", "N"),
                 Flag("--stride", "by how much windows move (default: half of one)", "N"),
                 *_MODEL,
             ),

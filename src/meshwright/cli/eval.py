@@ -7,10 +7,9 @@ from typing import Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.cli.text_model import open_model
-from meshwright.errors import ExitCode, UserError
+from meshwright.cli.text_model import open_model, read_lines, read_text
+from meshwright.errors import ExitCode
 from meshwright.runtime.activity import activity
-from meshwright.text.json_text import parse_json
 
 
 def run(arguments: Arguments, output: Output) -> int:
@@ -23,16 +22,15 @@ def run(arguments: Arguments, output: Output) -> int:
     model, settings = open_model(arguments, path)
     mesh = arguments.flags.get("--mesh")
     # It checks the model, and places it.
-    made = make_generator(model, {}, tokenizer=settings, max_new_tokens=1, mesh=mesh)
-    tokens = [made.text.encode(each) if isinstance(each, str) else each for each in documents]
-    checked = [made.known(number, each) for number, each in enumerate(tokens)]
+    made = make_generator(model, tokenizer=settings, max_new_tokens=1, mesh=mesh)
+    tokens = [made.check(number, each, whole=False) for number, each in enumerate(documents)]
     length = arguments.number("--window", min(made.context, 1024), most=made.context, least=2)
     stride = arguments.number("--stride", 1, most=length) if arguments.has("--stride") else None
     texts = [each.encode() for each in documents if isinstance(each, str)]
     with activity(f"reading {file}"):
         score = score_documents(
             made.model,
-            checked,
+            tokens,
             length=length,
             stride=stride,
             num_bytes=sum(map(len, texts)) if len(texts) == len(documents) else None,
@@ -47,21 +45,8 @@ def run(arguments: Arguments, output: Output) -> int:
 
 def read_documents(file: Path) -> list[Any]:
     """Return the documents of a file: the text or the tokens of each line of JSON, or all of it."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}", why=str(error)) from error
-    if file.suffix not in (".jsonl", ".json"):
-        return [text]
-    found: list[Any] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        value = parse_json(line)
-        own = value.get("text", value.get("tokens")) if isinstance(value, dict) else None
-        if not isinstance(own, str | list):
-            raise UserError(
-                f"line {number} of {file} is not a document",
-                why=line[:80],
-                fix='write {"text": "Once"} or {"tokens": [1, 2]}',
-            )
-        found.append(own)
-    return found
+    if file.suffix != ".jsonl":
+        return [read_text(file)]
+    example = '{"text": "Once"} or {"tokens": [1, 2]}'
+    lines = read_lines(file, {"text": str, "tokens": list}, example)
+    return [line.get("text", line.get("tokens")) for line in lines]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.cli.text_model import decimal, open_model
+from meshwright.cli.text_model import decimal, open_model, read_lines, read_text
 from meshwright.errors import ExitCode, UserError
 from meshwright.runtime.activity import activity
 from meshwright.text.json_text import parse_json, write_atomically
@@ -21,6 +21,8 @@ from meshwright.text.units import counted
 MAX_NEW_TOKENS = 256
 _NUMBERS = ("temperature", "top-p", "min-p", "repetition-penalty")
 _COUNTS = ("top-k", "min-new-tokens")
+_KEYS = {"prompt": str, "tokens": list, "messages": list}
+_EXAMPLE = '{"prompt": "Once"}, {"tokens": [1, 2]} or {"messages": [{"role": "user", …}]}'
 
 
 def run(arguments: Arguments, output: Output) -> int:
@@ -34,14 +36,15 @@ def run(arguments: Arguments, output: Output) -> int:
             fix='write --prompt "Once upon a time"',
         )
     # Files are read before the model is loaded.
-    prompts = _prompts(Path(arguments.flags["--file"])) if "--file" in modes else []
+    prompts = (
+        read_lines(Path(arguments.flags["--file"]), _KEYS, _EXAMPLE) if "--file" in modes else []
+    )
     done = _written(arguments) if "--file" in modes else {}
     from meshwright.generation.generate import make_generator
 
     model, settings = open_model(arguments, path)
     generator = make_generator(
         model,
-        _sampling(arguments),
         tokenizer=settings,
         max_new_tokens=arguments.number("--max-new-tokens", MAX_NEW_TOKENS, most=2**31 - 1),
         stop=arguments.flags.get("--stop", ()),
@@ -50,6 +53,7 @@ def run(arguments: Arguments, output: Output) -> int:
         batch_size=arguments.number("--batch-size", 64, most=2**20),
         mesh=arguments.flags.get("--mesh"),
         dtype=arguments.flags.get("--dtype"),
+        **_sampling(arguments),
     )
     for remark in generator.remarks:
         output.say(remark)
@@ -129,7 +133,7 @@ def _lines() -> Iterator[str]:
 def _file(
     generator: Any,
     settings: Any,
-    prompts: list[Mapping[str, Any]],
+    prompts: list[dict[str, Any]],
     done: dict[int, Any],
     arguments: Arguments,
     output: Output,
@@ -177,41 +181,20 @@ def _tokens(generator: Any, settings: Any, prompt: Any) -> Any:
     return read.tokens
 
 
-def _prompts(path: Path) -> list[Mapping[str, Any]]:
-    """Return the lines of a file of prompts."""
-    forms = '{"prompt": "Once"}, {"tokens": [1, 2]} or {"messages": [{"role": "user", …}]}'
-    found: list[Mapping[str, Any]] = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        value = parse_json(line)
-        keys = {"prompt": str, "tokens": list, "messages": list}
-        value = {"prompt": value} if isinstance(value, str) else value
-        known = isinstance(value, dict) and any(
-            isinstance(value.get(key), kind) for key, kind in keys.items()
-        )
-        if not known:
-            raise UserError(
-                f"line {number} of {path} is not a prompt", why=line[:80], fix=f"write {forms}"
-            )
-        found.append(value)
-    if not found:
-        raise UserError(f"{path} has no prompts", fix=f"write a line such as {forms}")
-    return found
-
-
 def _written(arguments: Arguments) -> dict[int, Any]:
     """Return the prompts whose samples are all written, and drop what a killed process left."""
     path = Path(arguments.flags.get("--out", ""))
     if not arguments.has("--out") or not path.exists():
         return {}
     found: dict[int, list[Any]] = {}
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         value = parse_json(line)
         if isinstance(value, dict) and "input" in value and "index" in value:
             found.setdefault(value["index"], []).append((value["input"], line))
     samples = arguments.number("--samples", 1)
     whole = {number: lines for number, lines in found.items() if len(lines) == samples}
     kept = "".join(f"{line}\n" for lines in whole.values() for _, line in lines)
-    if kept != _read(path):
+    if kept != read_text(path):
         write_atomically(path, kept)
     return {number: lines[0][0] for number, lines in whole.items()}
 
@@ -256,10 +239,3 @@ def _sampling(arguments: Arguments) -> dict[str, Any]:
             raise UserError(f"--stop-tokens {text} is not valid", fix="write --stop-tokens 1,2")
         given["stop-tokens"] = tuple(map(int, words))
     return {name.replace("-", "_"): value for name, value in given.items()}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}", why=str(error)) from error

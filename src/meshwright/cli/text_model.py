@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.errors import UserError
 from meshwright.runtime.activity import activity
+from meshwright.text.json_text import parse_json
 
 if TYPE_CHECKING:
     from meshwright.generation.text_settings import TextSettings
@@ -23,14 +25,10 @@ def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
     from meshwright.trainer.trained.load_model import load_model
 
     step = arguments.number("--step", 1, most=2**31) if arguments.has("--step") else None
+    which: Any = arguments.flags.get("--which", "last")
     with activity(f"loading {path}"):
-        model = load_model(path, step=step, which=which(arguments), ema=arguments.has("--ema"))
+        model = load_model(path, step=step, which=which, ema=arguments.has("--ema"))
     return model, read_text_settings(Path(path))
-
-
-def which(arguments: Arguments) -> Any:
-    """Return which checkpoint is meant: last or best."""
-    return arguments.flags.get("--which", "last")
 
 
 def decimal(arguments: Arguments, flag: str) -> float | None:
@@ -40,3 +38,34 @@ def decimal(arguments: Arguments, flag: str) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         raise UserError(f"{flag} {text} is not a number", fix=f"write {flag} 0.9") from None
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file that the user named."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}", why=str(error)) from error
+
+
+def read_lines(path: Path, keys: Mapping[str, type], example: str) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines; each has one of some keys.
+
+    Args:
+        path: the file.
+        keys: the keys and the types of their values; a line may be a text, for the first.
+        example: what a line may look like.
+    """
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        value = parse_json(line)
+        value = {next(iter(keys)): value} if isinstance(value, str) else value
+        own: dict[str, Any] = value if isinstance(value, dict) else {}
+        if not any(isinstance(own.get(key), kind) for key, kind in keys.items()):
+            raise UserError(
+                f"line {number} of {path} cannot be used", why=line[:80], fix=f"write {example}"
+            )
+        found.append(own)
+    if not found:
+        raise UserError(f"{path} is empty", fix=f"write a line such as {example}")
+    return found

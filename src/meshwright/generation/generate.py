@@ -174,8 +174,14 @@ class Generator:
             for number, prompt in enumerate(_listed(prompts))
         ]
 
-    def known(self, number: int, prompt: Any) -> NDArray[np.int32]:
-        """Return tokens, and refuse those that the model does not know."""
+    def check(self, number: int, prompt: Any, *, whole: bool = True) -> NDArray[np.int32]:
+        """Return the tokens of a prompt; refuse one that the model cannot read.
+
+        Args:
+            number: the number of the prompt.
+            prompt: a text or token ids.
+            whole: whether it must fit the context, with room for a new token.
+        """
         tokens = self._tokens(number, prompt)
         wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
         if wrong.size:
@@ -184,22 +190,12 @@ class Generator:
                 why=f"its {self.vocabulary:,} tokens are 0 to {self.vocabulary - 1}",
                 fix="use the tokenizer that the model was trained with",
             )
-        return tokens
-
-    def check(self, number: int, prompt: Any) -> NDArray[np.int32]:
-        """Return the tokens of a prompt; refuse one that cannot be continued."""
-        tokens = self.known(number, prompt)
-        if not tokens.size:
+        if whole and not 0 < tokens.size < self.context:
+            room = f"it has {tokens.size:,} tokens, and the model's context {self.context:,}"
             raise UserError(
-                f"prompt {number} is empty",
-                why="a model predicts what follows, so it needs at least one token",
-                fix="write at least one token, such as the one that texts start with",
-            )
-        if tokens.size >= self.context:
-            raise UserError(
-                f"prompt {number} leaves no room for new tokens",
-                why=f"it has {tokens.size:,} tokens, and the model's context {self.context:,}",
-                fix=f"shorten it to at most {self.context - 1:,} tokens",
+                f"prompt {number} {'leaves no room for new tokens' if tokens.size else 'is empty'}",
+                why=room if tokens.size else "a model predicts what follows at least one token",
+                fix=f"shorten it to at most {self.context - 1:,} tokens" if tokens.size else "",
             )
         return tokens
 
@@ -270,29 +266,12 @@ def generate(
         dtype: format of the weights while generating, such as ``bfloat16``.
         on_piece: called with a `Piece` whenever a row has got more text.
     """
-    sampling: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "logit_bias": logit_bias,
-        "stop_tokens": stop_tokens,
-        "min_new_tokens": min_new_tokens,
+    settings = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("model", "prompts", "on_piece")
     }
-    generator = make_generator(
-        model,
-        sampling,
-        tokenizer=tokenizer,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        samples=samples,
-        seed=seed,
-        batch_size=batch_size,
-        context_length=context_length,
-        mesh=mesh,
-        dtype=dtype,
-    )
+    generator = make_generator(model, **settings)
     started = time.perf_counter()
     with activity("generating", afterwards=False):
         rows = generator(generator.read(prompts), on_piece)
@@ -301,10 +280,9 @@ def generate(
 
 def make_generator(
     model: Any,
-    sampling: Mapping[str, Any],
     *,
-    tokenizer: Any = None,
     max_new_tokens: int,
+    tokenizer: Any = None,
     stop: str | Sequence[str] = (),
     samples: int = 1,
     seed: int = 0,
@@ -312,16 +290,14 @@ def make_generator(
     context_length: int | None = None,
     mesh: Any = None,
     dtype: Any = None,
+    **sampling: Any,
 ) -> Generator:
     """Return how a model generates; the arguments are those of `generate`."""
     if not isinstance(model, nnx.Module):
         raise wrong_kind("model", model, "pass an nnx.Module, such as mw.load_model(folder)")
-    for name, value in {
-        "max_new_tokens": max_new_tokens,
-        "samples": samples,
-        "batch_size": batch_size,
-    }.items():
-        check_count(name, value)
+    check_count("max_new_tokens", max_new_tokens)
+    check_count("samples", samples)
+    check_count("batch_size", batch_size)
     check_count("seed", seed, least=0, most=2**32 - 1)
     text, found = read_tokenizer(tokenizer)
     chosen, remarks = _with_defaults(sampling, found)
@@ -340,8 +316,7 @@ def make_generator(
         )
     context = context_length or context_of(model)
     check_count("context_length", context)
-    weights = jax.tree.leaves(nnx.state(model))
-    placement = placement_of(weights, _as_mesh(mesh))
+    placement = placement_of(jax.tree.leaves(nnx.state(model)), _as_mesh(mesh))
     placed, remark = placement.model(model, dtype)
     return Generator(
         model=placed,

@@ -59,9 +59,11 @@ class RowPlacement:
 
     def whole(self, tree: Tree) -> Tree:
         """Constrain arrays to be whole on every device, so that every process can read them."""
-        if self.mesh is None:
-            return tree
-        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
+        return (
+            tree
+            if self.mesh is None
+            else jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
+        )
 
     def model(self, model: nnx.Module, dtype: Any = None) -> tuple[nnx.Module, str]:
         """Return a model with its weights gathered over all axes but tensor, and cast.
