@@ -81,6 +81,14 @@ def test_greedy_takes_the_likeliest_tokens_up_to_the_context(model):
     assert len(set(expected)) > 2
     assert got[0].ended == "the model's context is full"
     assert f"context of {CONTEXT} tokens was full" in str(got)
+    # Programs are kept, weights are not.
+    graphdef, state = nnx.split(model)
+    with jax.enable_x64(True):
+        other = jax.tree.map(lambda a: -a if a.dtype == jnp.float64 else a, state)
+        other = nnx.merge(graphdef, other)
+        expected, _ = plain_loop(other, PROMPTS[1], 0, 100, Sampling())
+        assert generate(other, PROMPTS[1], max_new_tokens=100).tokens[0] == expected
+    assert expected != got.tokens[0]
     # The model stays as it was.
     assert not model.vocabulary.dropout.deterministic
     assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))

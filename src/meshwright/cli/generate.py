@@ -36,9 +36,8 @@ def run(arguments: Arguments, output: Output) -> int:
             fix='write --prompt "Once upon a time"',
         )
     # Files are read before the model is loaded.
-    prompts = (
-        read_lines(Path(arguments.flags["--file"]), _KEYS, _EXAMPLE) if "--file" in modes else []
-    )
+    file = Path(arguments.flags.get("--file", ""))
+    prompts = read_lines(file, _KEYS, _EXAMPLE) if "--file" in modes else []
     done = _written(arguments) if "--file" in modes else {}
     from meshwright.generation.generate import make_generator
 

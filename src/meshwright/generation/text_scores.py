@@ -18,6 +18,7 @@ from meshwright.data.tokenizer import Tokens
 from meshwright.errors import UserError
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.token_decoder import split_model
+from meshwright.text.units import counted
 
 LOGIT_BYTES = 2**28
 """Logits of a batch, in float32, take no more than this per device, if one row does not."""
@@ -61,8 +62,8 @@ class TextScore:
         return (
             f"{found['nats_per_token']:.4f} nats and {found['bits_per_token']:.4f} bits a token"
             f"{of_bytes if self.bytes else ''}, perplexity {found['perplexity']:.2f}\n"
-            f"{self.tokens:,} tokens of {self.documents:,} documents, each predicted once"
-            + (f"; {self.first_tokens:,} more have nothing before them" * bool(self.first_tokens))
+            f"{counted(self.tokens, 'token')} of {counted(self.documents, 'document')}, each once; "
+            f"{self.first_tokens:,} more had nothing before them"
         )
 
 
@@ -120,11 +121,11 @@ def score_documents(
     run, nats = jax.jit(partial(_nats, logits_of, placement)), 0.0
     for start in range(0, len(parts), rows):
         tokens = np.zeros((rows, longest), np.int32)
-        counted = np.zeros((rows, longest), bool)
+        included = np.zeros((rows, longest), bool)
         for row, (own, first) in enumerate(parts[start : start + rows]):
             tokens[row, : len(own)] = own
-            counted[row, first : len(own)] = True
-        nats += float(np.asarray(run(weights, tokens, counted), np.float64).sum())
+            included[row, first : len(own)] = True
+        nats += float(np.asarray(run(weights, tokens, included), np.float64).sum())
     total = sum(map(len, documents))
     firsts = sum(len(tokens) > 0 for tokens in documents)
     return TextScore(len(documents), total - firsts, firsts, num_bytes, nats)
