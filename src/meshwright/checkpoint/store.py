@@ -40,6 +40,9 @@ logger = logging.getLogger("meshwright.checkpoint")
 
 DELETED = "deleted"
 """Where an old checkpoint is moved to be deleted: a kill would leave a part of it listed."""
+SLICED_BYTES = 1 << 20
+"""Replicas write a part of an array each if it has so many bytes: a part compiles a program."""
+_LEAST_SLICE = "_min_slice_bytes_for_replica_parallel"
 
 
 class StateNotFinite(Exception):
@@ -82,6 +85,7 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
         silence_orbax()
+        vars(ocp.type_handlers.get_type_handler(jax.Array))[_LEAST_SLICE] = SLICED_BYTES
         self.folder = folder.absolute()
         _make_folder(self.folder)
         _set_aside_unreadable(self.folder)

@@ -17,11 +17,13 @@ def few_collections() -> Generator[None]:
     Imports and traced programs are many objects that stay. To look through all of them again and
     again would take a tenth of the time in which they are made.
     """
-    before = gc.get_threshold()
-    gc.freeze()
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    if not frozen:
+        gc.freeze()
     gc.set_threshold(OBJECTS, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
