@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -247,13 +248,22 @@ def _dropped_files(own: list[str], arguments: list[str], parsed: Sequence[Overri
     }
     if not kinds:
         return []
-    of_others = [
+    choices = (
         argument
         for argument, override in zip(arguments, parsed, strict=True)
-        if override.key_or_group.partition(".")[0] not in kinds
-    ]
-    files = _compose([*own, *of_others])
-    return [f"~{s}" for s, kind in kinds.items() if OmegaConf.select(files, f"{s}.kind") != kind]
+        # Single values of other sections change no kind.
+        if override.key_or_group.partition(".")[0] not in kinds and argument[:2] != "++"
+    )
+    # Files of the user's own may change.
+    find = _kinds_of_files.__wrapped__ if own else _kinds_of_files
+    files = find(*own, *choices)
+    return [f"~{section}" for section, kind in kinds.items() if files[section] != kind]
+
+
+@functools.cache
+def _kinds_of_files(*arguments: str) -> dict[str, Any]:
+    files = _compose([*arguments])
+    return {section: OmegaConf.select(files, f"{section}.kind") for section in _KIND_SECTIONS}
 
 
 def _check_known(override: Override, options: dict[str, list[str]]) -> None:
