@@ -60,17 +60,18 @@ def changes_with_microbatches(
 def _undivided(
     loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan, classes: DimClasses
 ) -> MixedSamplesError | None:
-    """Return an error if a scalar loss is a sum over samples, for which it is traced twice more."""
+    """Return an error if a scalar loss is a sum over samples, for which it is traced once more."""
     if has_weight(classes):
         return None
     size = jax.tree.leaves(micro)[0].shape[0]
     compute = COMPUTE_DTYPES[plan.precision]
+    as_traced = plan.sharding.blocks != "scan" and plan.size("pipe") == 1
     try:
-        first, second = (
-            trace_loss(loss, model_leaves, resize_batch(micro, samples), compute)
-            for samples in (size, 2 * size)
+        first = (
+            classes if as_traced else dim_classes(trace_loss(loss, model_leaves, micro, compute))
         )
-        return mean_problem(dim_classes(first), dim_classes(second))
+        twice = trace_loss(loss, model_leaves, resize_batch(micro, 2 * size), compute)
+        return mean_problem(first, dim_classes(twice))
     except Exception:  # A model may refuse this number of samples in its own way.
         return None
 
