@@ -27,6 +27,7 @@ def test_python_looks_for_garbage_as_before_afterwards():
 
 @pytest.mark.usefixtures("nothing_frozen")
 def test_what_a_program_has_frozen_stays_frozen():
+    _many = [[number] for number in range(OBJECTS)]
     gc.freeze()
     frozen = gc.get_freeze_count()
     with few_collections():

@@ -248,15 +248,14 @@ def _dropped_files(own: list[str], arguments: list[str], parsed: Sequence[Overri
     }
     if not kinds:
         return []
-    choices = (
+    choices = [
         argument
         for argument, override in zip(arguments, parsed, strict=True)
         # Single values of other sections change no kind.
-        if override.key_or_group.partition(".")[0] not in kinds and argument[:2] != "++"
-    )
-    # Files of the user's own may change.
-    find = _kinds_of_files.__wrapped__ if own else _kinds_of_files
-    files = find(*own, *choices)
+        if override.key_or_group.partition(".")[0] not in kinds and not argument.startswith("++")
+    ]
+    # The user's own files may change from one call to the next.
+    files = (_kinds_of_files.__wrapped__ if own else _kinds_of_files)(*own, *choices)
     return [f"~{section}" for section, kind in kinds.items() if files[section] != kind]
 
 
