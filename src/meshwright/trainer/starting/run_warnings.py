@@ -17,6 +17,7 @@ from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import Recipe, learning_rate, training_duration
 from meshwright.step.assemble import Assembled
 from meshwright.text.units import counted
+from meshwright.tracking.log_lines import levels_inside
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_progress import StopReason
 from meshwright.trainer.starting.learning_rate import rate_at
@@ -237,5 +238,4 @@ def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: 
             "their number, to use them all"
         )
     for text in texts:
-        # The caller of `fit`.
-        warnings.warn(text, UserWarning, stacklevel=4)
+        warnings.warn(text, UserWarning, stacklevel=levels_inside())
