@@ -290,3 +290,15 @@ def test_a_weight_that_several_products_read_has_its_gradients_reduced_once(prec
     )
     axes = trainer.ledger(vectors()).axes
     assert {axis: round(own.ratio, 2) for axis, own in axes.items()} == {"data": 1, "fsdp": 1}
+
+
+def test_a_residual_layer_whose_input_is_data_needs_no_reduction_over_tensor():
+    trainer = mw.Trainer(
+        model=lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+        loss=lambda model, x: ((x + nnx.tanh(model(x))) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        mesh="data=2,tensor=4",
+    )
+    axis = trainer.ledger(np.ones((SAMPLES, WIDTH), np.float32)).axes["tensor"]
+    assert axis.minimum_bytes < 20  # The sum of the loss.
+    assert axis.sent_bytes < 20

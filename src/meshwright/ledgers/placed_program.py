@@ -13,7 +13,7 @@ from meshwright.program.blocks.block_lists import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.op import is_inexact
-from meshwright.program.dims.walk import ProgramDims
+from meshwright.program.dims.walk import ProgramDims, all_programs
 from meshwright.program.evaluate.dependencies import variables, variables_read
 from meshwright.program.jaxpr.equations import Var, aval_of, scan_counts
 from meshwright.program.trace.layout import StepLeaf
@@ -192,12 +192,13 @@ def place_events(
     part_of = {} if cut is None else _events_by_part(classes, cut)
     number_of = {id(event): number for number, event in enumerate(classes.events)}
     without_gradient = _without_gradient(classes.root)
+    of_data = _reads_of_data(classes, tensor)
     found, seen = list[PlacedEvent](), set[tuple[str, int]]()
     for event in classes.events_of(tensor.splits):
         key = (event.kind, event.source)
         if event.kind == "spread" and number_of[id(event)] in without_gradient:
             continue
-        if event.source >= 0 and key in seen:
+        if (event.source >= 0 and key in seen) or number_of[id(event)] in of_data:
             continue
         seen.add(key)
         kept = bool(event.kept & tensor.splits.keys())
@@ -220,6 +221,20 @@ def _without_gradient(root: ProgramDims) -> set[int]:
             live |= set(variables(eqn.invars))
         else:
             found |= set(root.noted.get(position, ()))
+    return found
+
+
+def _reads_of_data(classes: DimClasses, tensor: TensorChoice) -> set[int]:
+    """Return the numbers of contractions of data by a kernel both of whose dims are one class.
+
+    Every device has the data, of which no gradient is needed, and computes its part of the result.
+    """
+    found, splits = set[int](), tensor.splits.keys()
+    for program in all_programs(classes.root):
+        for numbers in program.noted.values():
+            events = {number: classes.events[number] for number in numbers}
+            if not any(e.kind == "spread" and e.classes & splits for e in events.values()):
+                found |= {n for n, e in events.items() if e.kind == "contract" and e.kept & splits}
     return found
 
 
