@@ -283,6 +283,9 @@ def _check_known(override: Override, options: dict[str, list[str]]) -> None:
             raise UserError(
                 f"there is no `{key}={shorten(value)}`" + (f": {hint}" if hint else ""),
                 why=f"`{key}` can be: {', '.join(options[key])}",
+                fix=f"an optimizer of optax works by its name: optimizer.kind={shorten(value)}"
+                if key == "optimizer"
+                else "",
             )
         return
     section = key.partition(".")[0]
