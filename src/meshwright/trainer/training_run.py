@@ -65,7 +65,7 @@ from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
 from meshwright.trainer.starting.resume import ResumePoint, check_newest
-from meshwright.trainer.starting.run_warnings import no_rate_left, repeated_samples, wrong_indices
+from meshwright.trainer.starting.run_warnings import no_rate_left, repeated_samples
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.fit_result import FitResult
@@ -123,7 +123,7 @@ class TrainingRun:
             *start.remarks,
             *self._restoring.check(),
             *self._check_samples(),
-            *wrong_indices(self._assembled, batch),
+            *self._assembled.traced.wrong_indices(batch),
             *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
         ]

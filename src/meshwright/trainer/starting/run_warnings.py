@@ -6,16 +6,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.batch import Batch
 from meshwright.config.schema import Config
 from meshwright.errors import MeshwrightError, Setting
-from meshwright.program.evaluate.index_ranges import indices_out_of_range
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import Recipe, learning_rate, training_duration
-from meshwright.step.assemble import Assembled
 from meshwright.text.units import counted
 from meshwright.tracking.log_lines import levels_inside
 from meshwright.trainer.fit_settings import FitSettings
@@ -37,13 +33,6 @@ def repeated_samples(batch_size: int, num_samples: int | None) -> list[str]:
         f"{batch_size / num_samples:.3g} times on average; use a batch of at most {num_samples} to "
         "repeat none"
     ]
-
-
-def wrong_indices(assembled: Assembled, batch: Any) -> list[str]:
-    """Warn if the first batch looks up rows beyond the last, which gives no error on devices."""
-    traced, leaves = assembled.traced, jax.tree.leaves(batch)
-    found = indices_out_of_range(traced.closed, leaves, negative=False)
-    return [each.text(traced.batch[each.leaf].path) for each in found]
 
 
 def other_microbatches(
