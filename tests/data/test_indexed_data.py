@@ -1,6 +1,7 @@
 """Where batches come from: the same for the same seed and step, whoever gives them."""
 
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,3 +129,6 @@ def test_a_run_on_earlier_made_up_samples_is_not_resumed_without_a_word():
         check_same_run(saved, {}, accept=False, **settings)
     assert f"fingerprint was {before} and is {now}" in caught.value.why
     assert len(check_same_run(saved, {}, accept=True, **settings)) == 1
+    shorter = replace(saved, num_samples=10)
+    (text,) = check_same_run(shorter, {}, accept=True, num_samples=30, **settings)
+    assert text.endswith(": it had 10 samples and has 30")

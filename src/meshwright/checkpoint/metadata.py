@@ -18,6 +18,7 @@ class CheckpointMetadata:
         step: steps done.
         seed: seed of initialization, dropout and data order.
         dataset: fingerprint of the data; empty if it has none.
+        num_samples: samples of the data; None if not known.
         global_batch_size: samples per step, which a resumed run keeps.
         plan: the plan of the run.
         config: the full config of the run; empty for runs started from Python.
@@ -34,6 +35,7 @@ class CheckpointMetadata:
     step: int
     seed: int
     dataset: str = ""
+    num_samples: int | None = None
     global_batch_size: int
     plan: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -119,7 +119,7 @@ class Pace:
 
     def count(self, step: int) -> str:
         """Return ``120/500``, padded so that counts line up."""
-        if self.total_steps is None:
+        if self.total_steps is None or step > self.total_steps:
             return f"{step:>7}"
         width = len(str(self.total_steps))
         return f"{step:>{width}}/{self.total_steps}"

@@ -193,6 +193,7 @@ class RunMetadata:
             step=0,
             seed=seed,
             dataset=self.dataset,
+            num_samples=asked.data.num_samples,
             global_batch_size=plan.batch.global_batch_size,
             plan=plan.model_dump(mode="json"),
             config=asked.config,

@@ -86,6 +86,7 @@ class Restoring:
             point.metadata,
             config,
             dataset=self._metadata.dataset,
+            num_samples=None if self._asked.data is None else self._asked.data.num_samples,
             global_batch_size=plan.batch.global_batch_size,
             accept=self._asked.checkpoint.accept_changes,
             others=training_changes(before, now) if from_python and before else (),

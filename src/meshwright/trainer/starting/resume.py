@@ -191,6 +191,7 @@ def check_same_run(
     config: Mapping[str, Any],
     *,
     dataset: str,
+    num_samples: int | None = None,
     global_batch_size: int,
     accept: bool,
     others: Sequence[str] = (),
@@ -203,6 +204,8 @@ def check_same_run(
         )
     if metadata.dataset and dataset and metadata.dataset != dataset:
         changes.append(f"the data's fingerprint was {metadata.dataset} and is {dataset}")
+        if metadata.num_samples and num_samples and metadata.num_samples != num_samples:
+            changes[-1] += f": it had {metadata.num_samples} samples and has {num_samples}"
     if changes and not accept:
         raise UserError(
             f"the {'config' if config else 'run'} differs from that of the checkpoint "
