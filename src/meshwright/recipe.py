@@ -60,6 +60,7 @@ class Recipe:
         task: the task.
         config_data: the data, for training and held out.
         optimizer: the optimizer.
+        ema_decay: the decay of a moving average of the weights; None keeps none.
         clip_norm: largest global gradient norm; None does not clip.
         learning_rate: the learning rate by step.
         duration: how long to train.
@@ -72,10 +73,16 @@ class Recipe:
     task: HasLoss
     config_data: ConfigData
     optimizer: optax.GradientTransformation
+    ema_decay: float | None
     clip_norm: float | None
     learning_rate: optax.Schedule
     duration: Duration
     guarded: bool = True
+
+    @property
+    def whole_optimizer(self) -> optax.GradientTransformation:
+        """The optimizer, with the moving average of the weights if one is kept."""
+        return with_average(self.optimizer, self.ema_decay)
 
     @property
     def data(self) -> Data:
@@ -100,7 +107,7 @@ class Recipe:
         return assemble(
             self.model,
             self.loss,
-            self.optimizer,
+            self.whole_optimizer,
             plan,
             batch,
             clip_norm=self.clip_norm,
@@ -133,7 +140,8 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
         eval_loss=_eval_loss(config, task),
         task=task,
         config_data=config_data,
-        optimizer=with_average(make_optimizer(config, rate), config.training.ema_decay),
+        optimizer=make_optimizer(config, rate),
+        ema_decay=config.training.ema_decay,
         clip_norm=config.optimizer.clip_norm,
         learning_rate=rate,
         duration=duration,

@@ -39,22 +39,26 @@ def changes_with_microbatches(
         plan: the plan.
         classes: the loss of one microbatch.
     """
-    count = plan.batch.gradient_accumulation_steps
-    if count == 1:
+    if plan.batch.gradient_accumulation_steps == 1:
         return []
     error = find_mixing(classes) or _undivided(loss, model_leaves, micro, plan, classes)
     statistics = any(leaf.variable == "BatchStat" for leaf in model_leaves.leaves)
     if error is None or not error.combines or (error.module and statistics):
         return []
-    staged = plan.size("pipe") > 1
+    return [no_mean_text(error, plan)]
+
+
+def no_mean_text(error: MixedSamplesError, plan: Plan) -> str:
+    """Say what the microbatches of a plan change for a loss that is no mean over samples."""
+    count, staged = plan.batch.gradient_accumulation_steps, plan.size("pipe") > 1
     key = "pipeline.num_microbatches" if staged else "training.gradient_accumulation_steps"
     where = f"in `{error.module}`, {error}" if error.module else str(error)
-    return [
+    return (
         f"the loss is not known to be a mean over samples ({where}), and a step has {count} "
         f"microbatches ({Setting(key, count)}): it is computed for each of them and averaged, "
         "which is another number. Return a mean over samples, or mw.Weighted(total, weight) of "
         f"sums over them; or write {Setting(key, 1)}"
-    ]
+    )
 
 
 def _undivided(

@@ -16,6 +16,7 @@ from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
 from meshwright.planner.search.scaling import ScalingPoint, enough_devices
+from meshwright.step.loss_warnings import no_mean_text
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
@@ -166,35 +167,24 @@ def _more_microbatches(plan: Plan, enough: int) -> str:
 
 def _divided_statistics(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for models whose statistics depend on the batch."""
-    if not estimator.keeps_statistics:
+    batch = estimate.plan.batch
+    if not estimator.keeps_statistics or batch.gradient_accumulation_steps == 1:
         return ""
-    return _seen_by_parts(
-        estimate, "the model keeps statistics of samples, as BatchNorm does: they see"
+    return (
+        "the model keeps statistics of samples, as BatchNorm does: they see the "
+        f"{batch.micro_batch_size * batch.replicas} samples of a microbatch, not the "
+        f"{batch.global_batch_size} of a step, so that training differs. "
+        f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
     )
 
 
 def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for losses that compare samples, as contrastive ones do."""
-    mixing = estimator.sample_mixing
+    mixing, divided = estimator.sample_mixing, estimate.plan.batch.gradient_accumulation_steps > 1
     # What keeps statistics also mixes samples, and is named by itself.
-    if estimator.keeps_statistics or mixing is None or not mixing.combines:
+    if not divided or estimator.keeps_statistics or mixing is None or not mixing.combines:
         return ""
-    where = f" in `{mixing.module}`" if mixing.module else ""
-    return _seen_by_parts(
-        estimate, f"the loss is not a mean over samples{where}: {mixing}. It sees"
-    )
-
-
-def _seen_by_parts(estimate: Estimate, sees: str) -> str:
-    """Say that only a part of the batch is seen at once; empty if all of it is."""
-    batch = estimate.plan.batch
-    if batch.gradient_accumulation_steps == 1:
-        return ""
-    return (
-        f"{sees} the {batch.micro_batch_size * batch.replicas} samples of a microbatch, not the "
-        f"{batch.global_batch_size} of a step, so that training differs. "
-        f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
-    )
+    return no_mean_text(mixing, estimate.plan)
 
 
 def _uneven_batch(estimate: Estimate) -> str:
