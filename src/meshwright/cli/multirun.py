@@ -66,7 +66,7 @@ def results_table(jobs: Sequence[Sequence[str]], sweep_dir: Path) -> Columns:
     losses = [_losses(sweep_dir / str(number)) for number in range(len(jobs))]
     # By held-out data if all jobs have some.
     by = 3 if all(found[3] is not None for found in losses) else 1
-    lowest = min((found[by] for found in losses if found[by] is not None), default=None)
+    lowest = min((loss for found in losses if (loss := found[by]) is not None), default=None)
     best = [lowest is not None and found[by] == lowest for found in losses]
     rows = [
         (
