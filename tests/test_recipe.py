@@ -97,6 +97,7 @@ def test_every_model_we_ship_has_a_task_and_data_that_suit_it(model):
         (["model=vit_tiny", "model.patch_size=5"], "write patch_size=4 or patch_size=7"),
         (["model=llama3_tiny", "model.num_kv_heads=3"], "write num_kv_heads=2 or num_kv_heads=4"),
         (["model.num_blocks=0"], "num_blocks=0 is less than 1"),
+        (["model.dropout=1.5"], "dropout=1.5 is not a rate"),
         (["optimizer.beta1=0.8"], "did you mean `optimizer.b1`"),
         (["optimizer=adam"], "works by its name: optimizer.kind=adam"),
     ],

@@ -1,4 +1,4 @@
-"""Sizes that must fit each other, checked without building a model."""
+"""Sizes and rates that must fit each other, checked without building a model."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def check_sizes(
         counts = name.startswith("num_") or name.endswith(("_size", "_length", "_dim"))
         if counts and isinstance(size, int) and size < 1:
             raise ValueError(f"{name}={size} is less than 1.")
+        if name.endswith("dropout") and size is not None and not 0 <= size < 1:
+            raise ValueError(f"{name}={size} is not a rate: write a number from 0 to below 1.")
     if head_dim is None and hidden_size and num_heads:
         _check_divides("hidden_size", hidden_size, "num_heads", num_heads)
     if num_heads and num_kv_heads:
