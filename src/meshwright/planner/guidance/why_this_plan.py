@@ -12,7 +12,12 @@ from meshwright.mesh.axes import AXES, MESH_AXES, MODEL_AXES, describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import slower_because
-from meshwright.planner.search.candidates import REMATS, PlanTask, Variant, make_candidate
+from meshwright.planner.search.candidates import (
+    MOST_UNROLLED,
+    PlanTask,
+    first_variants,
+    make_candidate,
+)
 from meshwright.planner.search.obstacles import Rejection
 from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.planner.search.search import SearchResult, search
@@ -24,11 +29,13 @@ LOOKED_AT = 12
 
 def alone(estimator: Estimator, task: PlanTask) -> Estimate:
     """Return what a whole copy of the model needs on one device, with as little as possible."""
-    remat = REMATS[-1] if estimator.num_blocks else REMATS[0]
-    device = Hardware(chip=task.hardware.chip, count=1)
+    device, count = Hardware(chip=task.hardware.chip, count=1), estimator.num_blocks
     single = replace(task, hardware=device, global_batch_size=1, fixed=type(task.fixed)())
     sizes = dict.fromkeys(AXES, 1)
-    return estimator.estimate(make_candidate(single, sizes, Variant(remat), 1), device)
+    leanest = first_variants(single, sizes, count)[-1]
+    if count <= MOST_UNROLLED:
+        leanest = replace(leanest, blocks="unroll")
+    return estimator.estimate(make_candidate(single, sizes, leanest, 1), device)
 
 
 def explain_decision(estimator: Estimator, result: SearchResult) -> list[str]:
