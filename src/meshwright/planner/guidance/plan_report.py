@@ -142,7 +142,9 @@ def make_report(
         num_parameters=estimator.num_parameters,
         tokens_per_sample=tokens,
         result=result,
-        reasons=[reason_for(result, each, fits_alone=fits_alone) for each in result.plans],
+        reasons=[
+            reason_for(estimator, result, each, fits_alone=fits_alone) for each in result.plans
+        ],
         decision=explain_decision(estimator, result),
         mistakes=[*mistakes, *([linear] if linear else [])],
         comparison=[] if compared is None else _comparison(estimator, best, compared, task),
@@ -196,7 +198,7 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Pla
     chosen = ", ".join([short_plan(plan), *usual])
     margin = f" ({MARGIN_WORDS})" if best.memory.reserved else ""
     line = (
-        f"{setting}: {chosen}; {reason_for(result, best, fits_alone=fits)}; "
+        f"{setting}: {chosen}; {reason_for(estimator, result, best, fits_alone=fits)}; "
         f"{human_seconds(best.time.step)} per step and "
         f"{human_bytes(best.memory.total)} per device{margin}, estimated for {task.hardware}"
     )
