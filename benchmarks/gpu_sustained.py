@@ -35,7 +35,9 @@ def main() -> None:
     rows = run_all(POINTS, parser.parse_args().at_once)
     measured = [row for row in rows if "ms" in row]
     if gpu_name() and measured:
-        write_record("gpu_sustained", {"gpu": gpu_name(), "rows": rows, "targets": judged(measured)})
+        write_record(
+            "gpu_sustained", {"gpu": gpu_name(), "rows": rows, "targets": judged(measured)}
+        )
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, str]:

@@ -46,7 +46,8 @@ MODELS: dict[str, tuple[str, int]] = {
     ),
     "Qwen, 8 blocks": (f"model=qwen3_0.6b model.num_blocks=8 {_DECODER}", 4),
     "Qwen, wide": (
-        f"model=qwen3_0.6b model.num_blocks=4 model.hidden_size=2048 model.mlp_size=8192 {_DECODER}",
+        "model=qwen3_0.6b model.num_blocks=4 model.hidden_size=2048 model.mlp_size=8192 "
+        f"{_DECODER}",
         4,
     ),
     "Gemma, 6 blocks": (f"model=gemma3_1b model.num_blocks=6 {_DECODER}", 2),

@@ -61,9 +61,7 @@ def mpt(model: str, length: int, hardware: str, micro: int, steps: int, remat: s
     """Return a run of llm-foundry: FSDP over all GPUs."""
     nodes, _, rest = hardware.partition("x")
     count = int(nodes) * 8 if rest.count("x") else 8
-    return Run(
-        "llm-foundry", model, length, hardware, {"fsdp": count}, micro, steps, remat, tokens
-    )
+    return Run("llm-foundry", model, length, hardware, {"fsdp": count}, micro, steps, remat, tokens)
 
 
 def megatron(model: str, nodes: int, tensor: int, micro: int, batch: int, tflops: float) -> Run:

@@ -38,6 +38,8 @@ from meshwright.text.units import counted, either
 
 MADE_FOR = "made_for"
 """The key of a plan file that names the model it was made for."""
+TINY_SHARD = 2**20
+"""Parameters on a device below which a mesh shards the model more than it needs to."""
 
 
 class Plan(Frozen):

@@ -65,7 +65,11 @@ from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
 from meshwright.trainer.starting.resume import ResumePoint, check_newest
-from meshwright.trainer.starting.run_warnings import no_rate_left, repeated_samples
+from meshwright.trainer.starting.run_warnings import (
+    no_rate_left,
+    over_sharded,
+    repeated_samples,
+)
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.fit_result import FitResult
@@ -124,6 +128,7 @@ class TrainingRun:
             *self._restoring.check(),
             *self._check_samples(),
             *self._assembled.traced.wrong_indices(batch),
+            *self._check_sharding(),
             *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
         ]
@@ -227,6 +232,10 @@ class TrainingRun:
         return self._duration.total_steps(
             num_samples=self._data.num_samples, batch_size=self._plan.batch.global_batch_size
         )
+
+    def _check_sharding(self) -> list[str]:
+        leaves = self._assembled.model_leaves
+        return over_sharded(self._plan, leaves.num_parameters) if self._asked.recipe else []
 
     def _check_samples(self) -> list[str]:
         saves = self._run_dir is not None or self._restoring.point is not None

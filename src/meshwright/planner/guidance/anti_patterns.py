@@ -11,7 +11,7 @@ from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_aro
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE
 from meshwright.mesh.axes import MODEL_AXES, describe_sizes
-from meshwright.plan import Plan
+from meshwright.plan import TINY_SHARD, Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
@@ -21,8 +21,6 @@ from meshwright.text.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
 """Waiting is mentioned from this share of a step."""
-TINY_SHARD = 2**20
-"""Parameters on a device below which a mesh shards the model more than it needs to."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,8 @@ from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.batch import Batch
 from meshwright.config.schema import Config
 from meshwright.errors import MeshwrightError, Setting
+from meshwright.mesh.axes import MODEL_AXES, describe_sizes
+from meshwright.plan import TINY_SHARD, Plan
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import Recipe, learning_rate, training_duration
 from meshwright.text.units import counted
@@ -32,6 +35,18 @@ def repeated_samples(batch_size: int, num_samples: int | None) -> list[str]:
         f"a batch of {batch_size} samples repeats each of the {num_samples} samples "
         f"{batch_size / num_samples:.3g} times on average; use a batch of at most {num_samples} to "
         "repeat none"
+    ]
+
+
+def over_sharded(plan: Plan, num_parameters: int) -> list[str]:
+    """Warn if a tensor axis leaves a device less of the model than is worth waiting for."""
+    own = num_parameters // math.prod(plan.size(axis) for axis in MODEL_AXES)
+    if plan.size("tensor") == 1 or own >= TINY_SHARD:
+        return []
+    return [
+        f"{describe_sizes(plan.mesh)} leaves each device {own:,} of {num_parameters:,} parameters, "
+        "so that devices wait for each other more than they compute; "
+        f"{Setting('mesh.data', plan.num_devices)} sends less, if the batch can be divided"
     ]
 
 
