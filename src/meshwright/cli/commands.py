@@ -153,6 +153,7 @@ COMMANDS = {
             flags=(
                 Flag("--steps", "steps to profile (default 5)", "N", formerly="--updates"),
                 Flag("--out", "folder of the trace and profile.json (default ./profile)", "DIR"),
+                Flag("--scaling", "time steps on 1, 2, 4 … devices instead, beside predictions"),
             ),
         ),
         Command(
