@@ -22,9 +22,11 @@ SOURCES = {
     "torchtitan": "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
     "MaxText, Llama 3 70B": "https://catalog.ngc.nvidia.com/orgs/nvidia/teams/dgxc-benchmarking/resources/maxtext-llama3-70b-dgxc-benchmarking-d",
     "MaxText, Llama 2 70B": "https://catalog.ngc.nvidia.com/orgs/nvidia/teams/dgxc-benchmarking/resources/maxtext-llama2-70b-dgxc-benchmarking-c",
+    "JAX-Toolbox, Llama 2 7B": "https://github.com/NVIDIA/JAX-Toolbox",
     "Megatron-LM": "https://arxiv.org/abs/2104.04473",
 }
 NOTES = {
+    "JAX-Toolbox, Llama 2 7B": "its microbatch is not given; 4 sequences are assumed",
     "torchtitan": "its H100s have memory of 2.4 TB/s and a limit of 500 W, not 3.35 TB/s and 700 W",
     "Megatron-LM": "Table 1, from TFLOP/s by its formula; its attention is not fused",
 }
@@ -93,12 +95,14 @@ MODELS: dict[str, tuple[str, int, int, int]] = {
     "llama 3 8b": ("llama3", 32, 4096, 32),
     "llama 3 70b": ("llama3", 80, 8192, 64),
     "llama 2 70b": ("llama3", 80, 8192, 64),
+    "llama 2 7b": ("llama3", 32, 4096, 32),
 }
 """By name: the kind, its blocks, width and heads."""
 LLAMAS = {
     "llama 3 8b": {"vocab_size": 128_256, "mlp_size": 14_336},
     "llama 3 70b": {"vocab_size": 128_256, "mlp_size": 28_672},
     "llama 2 70b": {"vocab_size": 32_000, "mlp_size": 28_672},
+    "llama 2 7b": {"vocab_size": 32_000, "mlp_size": 11_008, "num_kv_heads": 32},
 }
 H100, A100, SMALL = "H100", "A100-80GB", "A100-40GB"
 RUNS = (
@@ -126,6 +130,8 @@ RUNS = (
         1052),
     Run("MaxText, Llama 2 70B", "llama 2 70b", 4096, f"8x8x{H100}", {"fsdp": 64}, 2, 1, "full",
         1036),
+    Run("JAX-Toolbox, Llama 2 7B", "llama 2 7b", 4096, f"8x{H100}", {"fsdp": 8}, 4, 1, "dots",
+        11_360),
     mpt("70b", 2048, f"8x8x{A100}", 8, 4, "full", 410),
     mpt("30b", 2048, f"8x{A100}", 3, 21, "full", 916),
     mpt("13b", 2048, f"8x{A100}", 2, 3, "none", 2262),
