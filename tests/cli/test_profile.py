@@ -50,6 +50,7 @@ def test_it_tells_and_writes_where_the_time_goes(run, tmp_path):
     assert all(c["bytes"] for c in told["collectives"])
 
 
+@pytest.mark.full
 def test_scaling_is_measured_beside_what_is_predicted(run):
     mesh = "mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1"
     words = [word for word in TINY if word != "training.global_batch_size=16"]
