@@ -129,6 +129,17 @@ def test_the_simplest_of_equally_good_plans_is_recommended(times, first):
     assert rank(list(plans.values()))[0] is plans[first]
 
 
+def test_a_mesh_is_not_advised_against_that_a_search_has_found_best():
+    large = ClosedForm(blocks=80, hidden=8192, heads=64, tokens=2048)
+    free = make_report(large, task("16x8xA100-40GB", 128), name="model")
+    waits = free.best.time.traffic["fsdp"].exposed_seconds / free.best.time.step
+    assert waits > 0.1
+    assert "fsdp over a slow network" not in [each.name for each in free.mistakes]
+    asked = task("16x8xA100-40GB", 128, mesh=free.best.plan.mesh)
+    chosen = make_report(large, asked, name="model")
+    assert "fsdp over a slow network" in [each.name for each in chosen.mistakes]
+
+
 def test_the_overhead_of_stages_is_said_to_be_ours(estimator):
     asked = task("8xA100-40GB", 64)
     whole, staged = (

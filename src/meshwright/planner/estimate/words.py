@@ -129,7 +129,7 @@ def within_error(fast: Estimate, slow: Estimate) -> str:
     """Return why a plan that is estimated to be faster is no better."""
     if slow.time.step <= (1 + TIE) * fast.time.step:
         return "within the error of estimates"
-    return "which is less than the host takes for a step"
+    return "by less than the host takes for a step"
 
 
 def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:

@@ -23,6 +23,12 @@ NOTABLE = 0.1
 """Waiting is mentioned from this share of a step."""
 
 
+SLOW_FSDP, TENSOR_ACROSS = "fsdp over a slow network", "tensor parallelism across nodes"
+OVER_SHARDING = "over-sharding"
+OF_MESHES = frozenset({SLOW_FSDP, TENSOR_ACROSS, OVER_SHARDING})
+"""Mistakes of a mesh that was chosen by hand: a search has compared it with those advised."""
+
+
 @dataclass(frozen=True)
 class AntiPattern:
     """A common mistake.
@@ -54,13 +60,13 @@ def find_anti_patterns(
         "a batch that does not divide": _uneven_batch(estimate),
         "replicating a model that does not fit": _replicated(estimate, share),
         "forgetting optimizer state": _forgotten_state(estimate, share),
-        "fsdp over a slow network": _slow_fsdp(estimate),
-        "tensor parallelism across nodes": _tensor_across(estimate),
+        SLOW_FSDP: _slow_fsdp(estimate),
+        TENSOR_ACROSS: _tensor_across(estimate),
         "tensor parallelism where data parallelism fits": _tensor_for_nothing(estimate, better),
         "too few microbatches for the stages": _few_microbatches(estimate),
         "statistics of microbatches": _divided_statistics(estimator, estimate),
         "comparisons within microbatches": _divided_comparisons(estimator, estimate),
-        "over-sharding": _over_sharded(estimator, estimate),
+        OVER_SHARDING: _over_sharded(estimator, estimate),
     }
     return [AntiPattern(name, text) for name, text in found.items() if text]
 

@@ -14,6 +14,7 @@ from meshwright.planner.estimate.estimate import MARGIN_WORDS, Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import compare_plans, microbatches_of, short_plan, too_large
 from meshwright.planner.guidance.anti_patterns import (
+    OF_MESHES,
     AntiPattern,
     find_anti_patterns,
     linear_scaling,
@@ -137,6 +138,8 @@ def make_report(
     fits_alone = alone(estimator, task).fits(task.memory_share)
     linear = linear_scaling(points)
     mistakes = find_anti_patterns(estimator, best, None, task.memory_share)
+    if not task.fixed.mesh:
+        mistakes = [each for each in mistakes if each.name not in OF_MESHES]
     return PlanReport(
         name=name,
         num_parameters=estimator.num_parameters,
