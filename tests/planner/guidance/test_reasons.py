@@ -17,6 +17,7 @@ from meshwright.planner.guidance.why_this_plan import does
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.planner.search.search import rank, search
 from meshwright.tasks import find_task
+from meshwright.trainer.starting.run_warnings import over_sharded
 
 pytestmark = pytest.mark.usefixtures("command_line")
 
@@ -151,3 +152,14 @@ def test_the_overhead_of_stages_is_said_to_be_ours(estimator):
     assert time.step == pytest.approx(parts)
     assert time.staging > 0.3 * (time.compute + time.staging) / 1.4
     assert "of what Meshwright's stages add to computing" in slower_because(staged, whole)
+
+
+def test_a_tensor_axis_that_leaves_little_of_a_model_is_warned_of(estimator):
+    sharded, whole = (
+        plan_of(estimator, "8xA100-40GB", 64, **{axis: 4}) for axis in ("tensor", "data")
+    )
+    (text,) = over_sharded(sharded, 4_000_000)
+    assert "tensor=4" in text
+    assert "1,000,000 of 4,000,000 parameters" in text
+    assert "mesh.data=8" in text
+    assert over_sharded(sharded, 8 * 2**20) == over_sharded(whole, 4) == []
