@@ -147,7 +147,7 @@ def gpu_plain_loop(record: dict[str, Any]) -> list[str]:
 
 def published_throughputs(record: dict[str, Any]) -> list[str]:
     """One row for each source."""
-    count = {name: 0 for name in record["sources"]}
+    count = dict.fromkeys(record["sources"], 0)
     for row in record["rows"]:
         count[row["source"]] += 1
     rows = [
