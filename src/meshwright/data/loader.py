@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows
-from meshwright.errors import MeshwrightError, Spelling, current_spelling, spelled_for
+from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, refuse_none
+from meshwright.errors import MeshwrightError, Spelling, UserError, current_spelling, spelled_for
 from meshwright.runtime.user_code import doing
 
 READ_THREADS = 2
@@ -130,8 +130,17 @@ class _Read:
         try:
             # This runs in another thread or process.
             with spelled_for(self.spelling), doing(f"reading batch {step}"):
-                return self.data.batch(int(step), self.batch_size, self.rows)
-        except OutOfData:
-            return StopIteration()
+                batch = self.data.batch(int(step), self.batch_size, self.rows)
+                # Grain would leave None out, and give every step after it another batch.
+                return refuse_none(batch, self.data.batch_name(int(step)))
+        except (OutOfData, StopIteration):
+            if self.data.may_end:
+                return StopIteration()
+            return UserError(
+                f"{self.data.batch_name(step)} does not exist",
+                why=f"reading it raised StopIteration, and the data have "
+                f"{self.data.num_samples:,} samples for every epoch",
+                fix="return a row for every number of a sample",
+            )
         except MeshwrightError as error:
             return error

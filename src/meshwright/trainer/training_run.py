@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.data.batches import form_of
 from meshwright.data.document_marks import named_ends
 from meshwright.errors import (
     ANY,
@@ -302,8 +303,10 @@ class TrainingRun:
             sharding=self._assembled.step.shardings.batch,
             workers=asked.workers,
             prefetch=asked.prefetch,
+            like=form_of(self._batch),
         )
-        feed, limits = BatchFeed(loader, self._progress.left_out), self._make_limits(interrupt)
+        limits = self._make_limits(interrupt)
+        feed = BatchFeed(loader, self._progress.left_out, limits.end_of_data)
         recovery = Recovery(
             trainer,
             feed=feed,
