@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright.data.contents import list_contents
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import sample_ids
 from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, Source, refuse_none
@@ -205,8 +206,8 @@ class SequenceData(Data):
         return replace(self, cycle=False)
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the number of batches only."""
-        return fingerprint_of("sequence", len(self.batches))
+        """Return a fingerprint of the number of batches, and of the contents of a list."""
+        return fingerprint_of("sequence", len(self.batches), *list_contents(self.batches))
 
     def describe(self) -> str:
         """Return the number of batches in words."""

@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.checkpoint import FOLDER
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import CheckpointStore, Saved, StateNotFinite
+from meshwright.data.contents import DataFingerprint, data_fingerprint
 from meshwright.errors import EnvironmentProblem, Setting
 from meshwright.plan import Plan
 from meshwright.processes import process_count
@@ -188,7 +189,7 @@ class RunMetadata:
     ) -> None:
         assert asked.data is not None
         self._data, self._progress, self.training = asked.data, progress, training
-        self.dataset = asked.data.fingerprint()
+        self.dataset = data_fingerprint(asked.data, seed).text
         self._fixed = CheckpointMetadata(
             step=0,
             seed=seed,
@@ -201,6 +202,10 @@ class RunMetadata:
             processes=process_count(),
             training=training,
         )
+
+    def data_like(self, saved: CheckpointMetadata) -> DataFingerprint:
+        """Return the fingerprint of the run's data, made as that of a checkpoint was."""
+        return data_fingerprint(self._data, saved.seed, saved.dataset)
 
     def at(self, step: int) -> CheckpointMetadata:
         """Return the metadata of a checkpoint after a step."""

@@ -19,6 +19,7 @@ from meshwright.checkpoint.damage import (
     list_set_aside,
     set_aside,
 )
+from meshwright.data.contents import DataFingerprint
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.runtime.attempts import EarlierAttempts
@@ -190,7 +191,7 @@ def check_same_run(
     metadata: CheckpointMetadata,
     config: Mapping[str, Any],
     *,
-    dataset: str,
+    data: DataFingerprint,
     num_samples: int | None = None,
     global_batch_size: int,
     accept: bool,
@@ -202,8 +203,11 @@ def check_same_run(
         changes.append(
             f"the global batch was {metadata.global_batch_size} samples and is {global_batch_size}"
         )
-    if metadata.dataset and dataset and metadata.dataset != dataset:
-        changes.append(f"the data's fingerprint was {metadata.dataset} and is {dataset}")
+    if metadata.dataset and data.text and metadata.dataset != data.text:
+        changes.append(
+            f"the data's fingerprint was {metadata.dataset} and is {data.text} "
+            f"(compared: {data.compared})"
+        )
         if metadata.num_samples and num_samples and metadata.num_samples != num_samples:
             changes[-1] += f": it had {metadata.num_samples} samples and has {num_samples}"
     if changes and not accept:
