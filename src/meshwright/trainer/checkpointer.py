@@ -177,6 +177,7 @@ class RunMetadata:
         plan: its plan.
         progress: its progress.
         training: what it trains; see `CheckpointMetadata`.
+        run: which run it is; see `CheckpointMetadata`.
     """
 
     def __init__(
@@ -186,9 +187,10 @@ class RunMetadata:
         plan: Plan,
         progress: Progress,
         training: Mapping[str, Any],
+        run: str = "",
     ) -> None:
         assert asked.data is not None
-        self._data, self._progress, self.training = asked.data, progress, training
+        self._data, self._progress, self.training, self.run = asked.data, progress, training, run
         self.dataset = data_fingerprint(asked.data, seed).text
         self._fixed = CheckpointMetadata(
             step=0,
@@ -201,6 +203,7 @@ class RunMetadata:
             versions=package_versions(),
             processes=process_count(),
             training=training,
+            run=run,
         )
 
     def data_like(self, saved: CheckpointMetadata) -> DataFingerprint:

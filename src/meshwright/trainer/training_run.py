@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.checkpoint.reader import RUN_ID
 from meshwright.data.batches import form_of
 from meshwright.data.document_marks import named_ends
 from meshwright.errors import (
@@ -65,7 +66,7 @@ from meshwright.trainer.starting.learning_rate import LearningRate, find_schedul
 from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
-from meshwright.trainer.starting.resume import ResumePoint, check_newest
+from meshwright.trainer.starting.resume import ResumePoint, check_newest, run_id
 from meshwright.trainer.starting.run_warnings import (
     no_rate_left,
     over_sharded,
@@ -119,7 +120,8 @@ class TrainingRun:
         self._progress = Progress()
         kept = asked.run_dir is not None or start.point is not None
         training = broadcast(training_facts(trainer, self._assembled)) if kept else {}
-        self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress, training)
+        run = "" if asked.run_dir is None else run_id(asked.run_dir, start.point)
+        self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress, training, run)
         self._restoring = Restoring(start, asked, self._assembled, self._form, self._metadata)
         _check_rewinding(trainer.on_nonfinite, asked)
         self._warnings = [
@@ -164,7 +166,8 @@ class TrainingRun:
         config = dict(self._asked.config)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         written = {"config.yaml": text} if config else {}
-        return {**self._asked.files, **written, "plan.yaml": self._plan.to_yaml()}
+        own = {"plan.yaml": self._plan.to_yaml(), RUN_ID: f"{self._metadata.run}\n"}
+        return {**self._asked.files, **written, **own}
 
     def _run(self) -> FitResult:
         """Train; after a failure the checkpointer and the trackers are closed as well."""

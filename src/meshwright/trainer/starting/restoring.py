@@ -124,10 +124,10 @@ class Restoring:
         progress.left_out[:] = map(list, point.metadata.left_out)
         self._continue_data(point)
         message = f"continuing after step {point.step}, from {point.path}"
-        if self._compared:
-            message += f", with the same data (compared: {self._compared})"
         if CheckpointReader(point.folder).checksums(point.step) is None:
             message += ", which has no checksums to check its arrays with"
+        if self._compared:
+            message += f"; the data are the same (compared: {self._compared})"
         tracker.event("resume", point.step, message, {"checkpoint": str(point.path)})
         for step, values in earlier_evaluations(point, self._asked.run_dir):
             callbacks.call("on_recall", step, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from meshwright.checkpoint.damage import (
     list_set_aside,
     set_aside,
 )
+from meshwright.checkpoint.reader import read_run_id
 from meshwright.data.contents import DataFingerprint
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
@@ -137,6 +139,15 @@ def set_damaged_aside(folder: Path, damage: Damage) -> str:
         f"the checkpoint {folder / str(damage.step)} is damaged ({damage.problem}); it was "
         f"renamed to {Path(renamed).name}, and the run resumes from an earlier one"
     )
+
+
+def run_id(run_dir: Path, point: ResumePoint | None) -> str:
+    """Return which run this is: that of its folder or its checkpoint, or a new one."""
+    if point is not None and point.same_run:
+        known = read_run_id(run_dir) or point.metadata.run
+    else:
+        known = ""
+    return broadcast(known or uuid.uuid4().hex)
 
 
 def check_newest(point: ResumePoint | None, run_dir: Path) -> None:
@@ -279,8 +290,8 @@ def _newest_sound(
     damaged: list[Damage] = []
     for step in reversed(steps):
         try:
-            metadata = reader.metadata(step)
             reader.shapes(step)
+            metadata = reader.metadata(step)
         except DamagedCheckpoint as error:
             if not same_run:
                 raise
