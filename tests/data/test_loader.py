@@ -13,7 +13,7 @@ from meshwright.data.indexed_data import SourceData
 from meshwright.data.loader import load_batches
 from meshwright.data.token_rows import StreamRows
 from meshwright.data.user_data import as_data
-from meshwright.errors import UserError
+from meshwright.errors import EnvironmentProblem, UserError
 
 pytestmark = pytest.mark.quick
 
@@ -141,6 +141,16 @@ def test_a_source_that_stops_in_between_is_an_error():
     stream = load_batches(as_data(Source()), batch_size=4)
     with pytest.raises(UserError, match=r"batch 0 \(Source.rows\(\)\) does not exist"):
         next(stream)
+
+
+def test_a_reading_process_that_is_killed_is_named():
+    stream = load_batches(numbers(), batch_size=6, workers=1)
+    next(stream)
+    (child,) = multiprocessing.active_children()
+    child.kill()
+    with pytest.raises(EnvironmentProblem, match="a process that reads data has ended") as caught:
+        list(itertools.islice(stream, 300))
+    assert "killed by signal 9" in caught.value.why
 
 
 @pytest.mark.full

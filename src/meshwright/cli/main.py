@@ -19,6 +19,7 @@ from meshwright.errors import (
     MeshwrightError,
     ProcessesDiffer,
     Spelling,
+    explain_input,
     spelled_for,
 )
 from meshwright.launch.options import asks_for_help
@@ -172,7 +173,7 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
             return _fail(tell_shortage(shortage, "running the command"))
     from meshwright.runtime.user_code import explain_users_exception
 
-    users = explain_users_exception(error)
+    users = explain_users_exception(error) or explain_input(error)
     if users is not None:
         return _fail(users)
     text = f"{type(error).__name__}: {mask_text(str(error))}"

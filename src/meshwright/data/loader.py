@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,11 +14,33 @@ import numpy as np
 from absl import flags
 
 from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, refuse_none
-from meshwright.errors import MeshwrightError, Spelling, UserError, current_spelling, spelled_for
+from meshwright.errors import (
+    EnvironmentProblem,
+    MeshwrightError,
+    Setting,
+    Spelling,
+    UserError,
+    current_spelling,
+    spelled_for,
+)
 from meshwright.runtime.user_code import doing
 
 READ_THREADS = 2
 """Threads that read ahead in one process; NumPy copies without holding the GIL."""
+
+
+_WORKER_ENDED = re.compile(r"Worker process was terminated unexpectedly with exit code (-?\d+)")
+"""What Grain raises if a process that reads data is gone."""
+
+
+def _worker_ended(code: int) -> EnvironmentProblem:
+    how = f"it was killed by signal {-code}" if code < 0 else f"its exit code is {code}"
+    return EnvironmentProblem(
+        "a process that reads data has ended",
+        why=f"{how}; a machine without free memory kills processes (signal 9)",
+        fix=f"write {Setting('data.workers', 0)} to read in this process, or look for a crash in "
+        "your data's code; the run resumes from its last checkpoint",
+    )
 
 
 def load_batches(
@@ -87,8 +110,10 @@ class BatchStream(Iterator[HostBatch]):
             raise StopIteration
         try:
             batch = next(self._stream)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, RuntimeError) and (found := _WORKER_ENDED.search(str(error))):
+                raise _worker_ended(int(found[1])) from None
             raise
         if isinstance(batch, Exception):
             self.close()

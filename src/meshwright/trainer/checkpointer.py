@@ -11,7 +11,7 @@ from meshwright.checkpoint import FOLDER
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import CheckpointStore, Saved, StateNotFinite
 from meshwright.data.contents import DataFingerprint, data_fingerprint
-from meshwright.errors import EnvironmentProblem, Setting
+from meshwright.errors import EnvironmentProblem
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.runtime.versions import package_versions
@@ -142,8 +142,8 @@ class BackgroundCheckpointer(Checkpointer):
             raise EnvironmentProblem(
                 f"the state after {counted(self._failed.step, 'step')} could not be saved",
                 why=self._failed.reason,
-                fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
-                "from the previous checkpoint",
+                fix=f"{self._failed.fix or 'free disk space'}, and resume from the previous "
+                "checkpoint",
             )
 
     def _raise_not_finite(self) -> None:
