@@ -168,6 +168,21 @@ class Heartbeat:
             threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     @property
+    def launched(self) -> bool:
+        """Whether a launcher of ours watches this process."""
+        return self._file is not None
+
+    @property
+    def step(self) -> int:
+        """The step the process is at, or the last one."""
+        return self._step
+
+    @property
+    def failure(self) -> str:
+        """The error that was reported; empty for none."""
+        return self._report.error
+
+    @property
     def useful(self) -> float:
         """Seconds spent on steps since the run began."""
         return self._useful() - self._began

@@ -28,6 +28,7 @@ from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, broadcast, process_count
 from meshwright.processes.handshake import compare_processes
 from meshwright.processes.library_messages import is_lost_peer
+from meshwright.processes.peers import explain_loss
 from meshwright.profile import NoProfiling, Profiling
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase, current_interrupt
@@ -217,6 +218,9 @@ class TrainingRun:
             checkpointer.abandon()
             if is_lost_peer(error):
                 own_heartbeat().report(lost_peer=True)
+                if lost := explain_loss():
+                    log.failed(progress, lost.what)
+                    raise lost from error
             log.failed(progress, first_line(error))
             if isinstance(error, OutOfMemory):
                 raise with_resuming(error, self._run_dir) from error.__cause__
