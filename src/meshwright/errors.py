@@ -196,10 +196,7 @@ _LONGEST_NAME = 120
 
 
 def explain_input(error: BaseException) -> MeshwrightError | None:
-    """Return an error for what the input or the system causes, whoever notices it first.
-
-    That is a file that cannot be read or written, and input that is nested without end.
-    """
+    """Return an error for a file that cannot be used, or for input that is nested without end."""
     if isinstance(error, RecursionError):
         return UserError(
             "the input is nested too deeply",
@@ -210,8 +207,8 @@ def explain_input(error: BaseException) -> MeshwrightError | None:
         return None
     if error.filename is None and error.errno not in _NO_INPUT:
         return None
-    named = isinstance(error.filename, str | bytes | os.PathLike)
-    name = os.fsdecode(error.filename) if named else "a file"
+    given: Any = error.filename
+    name = os.fsdecode(given) if isinstance(given, str | bytes | os.PathLike) else "a file"
     shown = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
     kind = EnvironmentProblem if error.errno in _NO_INPUT else UserError
     return kind(

@@ -26,6 +26,7 @@ class Group:
 
     def kill(self, number):
         """Close what the system closes when a process ends."""
+        self.watches[number].left = True
         for connection in list(self.watches[number]._connections):
             connection.shutdown(socket.SHUT_RDWR)
 

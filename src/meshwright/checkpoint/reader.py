@@ -100,18 +100,12 @@ class CheckpointReader:
     def _check_place(self, step: int, metadata: CheckpointMetadata) -> None:
         """Raise if a checkpoint lies under another number, or in the folder of another run."""
         if metadata.step != step:
-            raise self._damaged(
-                step,
-                f"it is the checkpoint of step {metadata.step} under another number: the folder "
-                "was renamed or copied",
-            )
+            problem = f"it is the checkpoint of step {metadata.step} under another number: "
+            raise self._damaged(step, problem + "the folder was renamed or copied")
         run = read_run_id(self.folder.parent)
         if metadata.run and run and metadata.run != run:
-            raise self._damaged(
-                step,
-                f"it is a checkpoint of another run: {metadata.run}, and this folder is that of "
-                f"{run} ({RUN_ID})",
-            )
+            problem = f"it is a checkpoint of another run: {metadata.run}, and this folder is that"
+            raise self._damaged(step, f"{problem} of {run} ({RUN_ID})")
 
     def checksums(self, step: int) -> Checksums | None:
         """Read the checksums of a checkpoint; None if it was saved without."""

@@ -259,10 +259,7 @@ def _remove_temporary(folder: Path, step: int) -> None:
 
 
 def _why_not_saved(folder: Path, state: Any, error: Exception) -> tuple[str, str]:
-    """Return the reason of a failed save, with the bytes it needed and those there are; and a fix.
-
-    Only if the disk is full is that the fix.
-    """
+    """Return the reason of a failed save with its numbers, and a fix: not always disk space."""
     other = f"choose another {Setting('hydra.run.dir')}"
     if not folder.exists():
         reason = f"{folder} is not there any more: it was moved or deleted during the run"

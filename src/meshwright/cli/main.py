@@ -149,6 +149,10 @@ def _run(arguments: Arguments, output: Output) -> int:
 def _fail(error: MeshwrightError) -> int:
     """Report an error to the launcher, then print it; return its exit code."""
     own_heartbeat().report(error=mask_text(error.what), lost_peer=isinstance(error, LostPeer))
+    if "meshwright.processes.peers" in sys.modules:
+        from meshwright.processes.peers import leave_peers
+
+        leave_peers(mask_text(error.what))
     print_error(error)
     return error.exit_code
 

@@ -65,11 +65,7 @@ def read_batches(
 def read_batch(batch: Any, name: str = "the batch") -> Any:
     """Return a batch whose leaves are arrays (or their shapes) with the sample as dim 0.
 
-    64-bit numbers become 32-bit ones, unless JAX's 64-bit mode is on.
-
-    Args:
-        batch: what the data returned.
-        name: which batch it is, for messages.
+    64-bit numbers become 32-bit ones, unless JAX's 64-bit mode is on. Messages use the name.
     """
     refuse_none(batch, name)
     batch = jax.tree_util.tree_map_with_path(

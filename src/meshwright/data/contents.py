@@ -12,8 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,28 +25,14 @@ WHOLE_BYTES = 2**28
 """Data of at most this size are hashed whole, which takes less than a second."""
 SAMPLED_BYTES, BLOCK_BYTES = 2**26, 2**16
 """How much of larger data is hashed, and in pieces of which size."""
-WHOLE_ITEMS, SAMPLED_FILES = 20_000, 512
-"""How many items of a list, and files of a folder, are hashed at most."""
+WHOLE_ITEMS = 20_000
+"""How many items of a list are hashed at most."""
 _VERSION_1_BYTES = 2**16
 _PREFIX = re.compile(r"mw(\d+)-")
 
 
-class HasFingerprint(Protocol):
-    """Data."""
-
-    def fingerprint(self) -> str:
-        """Return a short text that changes when the samples or their numbering do."""
-        ...
-
-
-@dataclass(frozen=True)
-class DataFingerprint:
-    """A fingerprint of data, with its version.
-
-    Attributes:
-        text: the fingerprint.
-        compared: what of the data it was made from, for people.
-    """
+class DataFingerprint(NamedTuple):
+    """A fingerprint of data with its version, and what of the data it was made from."""
 
     text: str
     compared: str
@@ -73,13 +58,10 @@ class _Asked:
 _asked: ContextVar[_Asked | None] = ContextVar("fingerprint", default=None)
 
 
-def data_fingerprint(data: HasFingerprint, seed: int, like: str = "") -> DataFingerprint:
-    """Return the fingerprint of data.
+def data_fingerprint(data: Any, seed: int, like: str = "") -> DataFingerprint:
+    """Return the fingerprint of data, in the version that the fingerprint ``like`` has.
 
-    Args:
-        data: the data.
-        seed: the seed that says which parts of large data are compared.
-        like: the fingerprint of an earlier run, whose version is used; empty for the newest.
+    The seed says which parts of large data are compared.
     """
     found = _PREFIX.match(like)
     version = VERSION if not like else int(found[1]) if found else 1
@@ -104,7 +86,7 @@ def array_contents(arrays: Sequence[NDArray[Any]]) -> list[Any]:
         digest, share = hashlib.sha256(), SAMPLED_BYTES * array.nbytes // max(total, 1)
         parts = _parts(array) if total <= WHOLE_BYTES else _places(array, share, asked.seed, number)
         for part in parts:
-            digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+            digest.update(part.tobytes())
             asked.hashed += part.nbytes
         digests.append(digest.hexdigest()[:16])
     return digests
@@ -118,44 +100,22 @@ def list_contents(items: Any) -> list[Any]:
     asked = _asked.get() or _Asked()
     if type(items) not in (list, tuple) or asked.version == 1:
         return []
-    chosen = range(len(items))
-    if len(items) > WHOLE_ITEMS:
-        chosen = _drawn(len(items), WHOLE_ITEMS, asked.seed)
+    chosen = _drawn(len(items), WHOLE_ITEMS, asked.seed)
     arrays: list[NDArray[Any]] = []
     facts: list[Any] = []
     for number in chosen:
         leaves, tree = jax.tree.flatten(items[number])
         facts.append((str(tree), [_fact(leaf, arrays) for leaf in leaves]))
-    before = asked.total
     contents = array_contents(arrays)
     # Items that were left out are of about the same size.
-    asked.total = before + (asked.total - before) * len(items) // max(len(chosen), 1)
-    digest = hashlib.sha256(repr((facts, contents)).encode())
-    return [digest.hexdigest()[:16]]
-
-
-def file_contents(files: Sequence[Path], sizes: Sequence[int]) -> list[Any]:
-    """Return the digest of files: of all of them if they are small, otherwise of some."""
-    asked = _asked.get() or _Asked()
-    if asked.version == 1:
-        return []
-    few = sum(sizes) <= WHOLE_BYTES and len(files) <= 2 * SAMPLED_FILES
-    chosen = range(len(files)) if few else _drawn(len(files), SAMPLED_FILES, asked.seed)
-    digest = hashlib.sha256()
-    for number in chosen:
-        content = files[number].read_bytes()
-        digest.update(content)
-        asked.hashed += len(content)
-    asked.total += sum(sizes)
-    return [digest.hexdigest()[:16]]
+    asked.total = asked.total * len(items) // max(len(chosen), 1)
+    return [hashlib.sha256(repr((facts, contents)).encode()).hexdigest()[:16]]
 
 
 def _fact(leaf: Any, arrays: list[NDArray[Any]]) -> Any:
     """Return what is known of a leaf; its content joins the arrays if it is one."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf if isinstance(leaf, bool | int | float | complex | str) else type(leaf).__name__
-    if hasattr(leaf, "detach"):
-        leaf = leaf.detach().cpu()
     try:
         array = np.asarray(leaf)
     except Exception:
@@ -199,7 +159,7 @@ def _beginning_middle_and_end(asked: _Asked, array: NDArray[Any]) -> int:
     parts = [flat[:count], flat[middle : middle + count], flat[-count:]]
     checksum = 0
     for part in parts:
-        checksum = zlib.crc32(np.ascontiguousarray(part).tobytes(), checksum)
+        checksum = zlib.crc32(part.tobytes(), checksum)
     asked.total += array.nbytes
     asked.hashed += min(sum(part.nbytes for part in parts), array.nbytes)
     return checksum

@@ -215,14 +215,7 @@ class SequenceData(Data):
 
 
 def select_rows(batch: Any, batch_size: int, name: str, rows: Rows | None) -> Any:
-    """Return these rows of a batch, whose arrays must have the size of the global batch.
-
-    Args:
-        batch: the whole batch; None is left to whoever reads it.
-        batch_size: samples of the global batch.
-        name: which batch it is, for messages.
-        rows: the rows; None for all.
-    """
+    """Return these rows of a batch, whose arrays must have the size of the global batch."""
     if rows is None:
         return batch
     sizes = (shape[0] for shape in leaf_shapes(batch).values() if shape)

@@ -38,8 +38,7 @@ def _worker_ended(code: int) -> EnvironmentProblem:
     return EnvironmentProblem(
         "a process that reads data has ended",
         why=f"{how}; a machine without free memory kills processes (signal 9)",
-        fix=f"write {Setting('data.workers', 0)} to read in this process, or look for a crash in "
-        "your data's code; the run resumes from its last checkpoint",
+        fix=f"write {Setting('data.workers', 0)} to read in this process",
     )
 
 

@@ -125,12 +125,7 @@ class Data(ABC):
 
 
 def refuse_none(batch: Any, name: str) -> Any:
-    """Return a batch; raise if it is None, which would shift all batches after it by one.
-
-    Args:
-        batch: what the user's data returned.
-        name: which batch it is.
-    """
+    """Return a batch; raise if it is None, which would shift all batches after it by one."""
     if batch is not None:
         return batch
     raise UserError(

@@ -54,7 +54,7 @@ class FunctionData(Data):
 
     @property
     def has_every_batch(self) -> bool:
-        """True: processes need not ask each other before every step whether all have a batch."""
+        """True: processes do not ask each other before every step."""
         return True
 
     @property

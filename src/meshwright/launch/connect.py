@@ -13,7 +13,6 @@ from meshwright.errors import EnvironmentProblem, LostPeer, UserError, first_lin
 from meshwright.processes.library_messages import is_lost_peer
 from meshwright.processes.peers import explain_loss, leave_peers
 from meshwright.runtime.attempts import ProcessRange
-from meshwright.runtime.heartbeat import own_heartbeat
 from meshwright.runtime.host_machine import VISIBLE_GPUS
 from meshwright.runtime.jax_internals import jax_has_started
 
@@ -127,7 +126,7 @@ def disconnect_processes() -> None:
 def leave_at_once(code: int) -> None:
     """Exit a connected process that failed, without waiting for the others."""
     if _connected():
-        leave_peers(own_heartbeat().failure or f"it ended with exit code {code}")
+        leave_peers(f"it ended with exit code {code}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,8 +1,7 @@
 """Who is lost in a group of processes that no launcher of ours watches.
 
-Without this, JAX ends all processes in native code, with a dump that names none of them. Every
-process keeps a connection to process 0, on a port of its own, which the system closes when either
-of the two ends. Process 0 then tells the others. What ends says goodbye, or why it failed.
+JAX would end all of them in native code, with a dump that names none. Every process keeps a
+connection to process 0, which the system closes when one of the two ends; process 0 tells the rest.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import selectors
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.errors import ExitCode, LostPeer
 from meshwright.processes.ports import EVERYWHERE, Address
@@ -41,58 +38,54 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A lost process.
-
-    Attributes:
-        process: its number.
-        why: what it said last; empty if it said nothing.
-    """
+class Lost(NamedTuple):
+    """The number of a lost process, and what it said last; empty if it said nothing."""
 
     process: int
     why: str = ""
 
     def error(self) -> LostPeer:
         """Return the error of this process: who is lost, at which step, why, and what to do."""
-        role = " (the coordinator)" if self.process == 0 else ""
-        who = "another process" if self.process < 0 else f"process {self.process}{role}"
-        return _error(who, self.why or "it was killed or crashed, or its machine is gone")
-
-
-def _error(lost: str, why: str) -> LostPeer:
-    step, me = own_heartbeat().step, distributed_state().process_id
-    when = f" at step {step}" if step else ""
-    return LostPeer(f"process {me} lost {lost}{when}", why=why, fix=REMEDY)
+        step, me = own_heartbeat().step, distributed_state().process_id
+        who = "another process" if self.process < 0 else f"process {self.process}"
+        who += " (the coordinator)" if self.process == 0 else ""
+        return LostPeer(
+            f"process {me} lost {who}" + (f" at step {step}" if step else ""),
+            why=self.why or "it was killed or crashed, or its machine is gone",
+            fix=REMEDY,
+        )
 
 
 class PeerWatch:
-    """Notices that another process of the group is gone, in a thread.
+    """Notices that another process of the group is gone, in a thread for each connection.
 
     Args:
         me: the number of this process.
-        on_lost: called once, in the thread, with the process that is lost.
+        on_lost: called once, in a thread, with the process that is lost.
     """
 
     def __init__(self, me: int, on_lost: Callable[[Lost], None]) -> None:
         self._me, self._on_lost = me, on_lost
         self._connections: dict[socket.socket, int] = {}
-        self._texts: dict[socket.socket, bytes] = {}
         self._gone: set[int] = set()
-        self._closed = False
+        self.left = False
         self.lost: Lost | None = None
 
     def host(self, interface: str) -> tuple[int, str]:
         """Listen in process 0; return the port, and the word that the others have to say."""
-        if ":" in interface:
-            both = interface == EVERYWHERE and socket.has_dualstack_ipv6()
-            listener = socket.create_server(
-                (interface.strip("[]"), 0), family=socket.AF_INET6, dualstack_ipv6=both
-            )
-        else:
-            listener = socket.create_server((interface, 0))
+        both = interface == EVERYWHERE and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+        listener = socket.create_server(
+            (interface.strip("[]"), 0), family=family, dualstack_ipv6=both
+        )
         word = secrets.token_hex(16)
-        self._start(lambda: self._serve(listener, word))
+
+        def accept() -> None:
+            while True:
+                connection, _ = listener.accept()
+                _start(lambda connection=connection: self._follow(connection, None, word))
+
+        _start(accept)
         return listener.getsockname()[1], word
 
     def join(self, host: str, port: int, word: str) -> None:
@@ -101,84 +94,36 @@ class PeerWatch:
         connection.settimeout(None)
         self._connections[connection] = 0
         _send(connection, {"word": word, "process": self._me})
-        self._start(lambda: self._follow(connection))
-
-    @property
-    def left(self) -> bool:
-        """Whether this process has said goodbye."""
-        return self._closed
+        _start(lambda: self._follow(connection, 0))
 
     def leave(self, why: str = "") -> None:
         """Say goodbye, or why this process fails; safe to call again."""
-        if self._closed:
-            return
-        self._closed = True
-        for connection in list(self._connections):
-            _send(connection, {"leaves": self._me, "why": why})
+        if not self.left:
+            self.left = True
+            for connection in list(self._connections):
+                _send(connection, {"leaves": self._me, "why": why})
 
-    def _start(self, run: Callable[[], None]) -> None:
-        threading.Thread(target=run, name="peers", daemon=True).start()
-
-    def _follow(self, connection: socket.socket) -> None:
-        with connection.makefile("rb") as lines, suppress(OSError):
-            for line in lines:
-                if self._said(line):
-                    return
-        if not self._closed and 0 not in self._gone:
-            self._lose(Lost(0))
-
-    def _serve(self, listener: socket.socket, word: str) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is listener:
-                        with suppress(OSError):
-                            connection, _ = listener.accept()
-                            self._texts[connection] = b""
-                            selector.register(connection, selectors.EVENT_READ)
-                    elif isinstance(key.fileobj, socket.socket):
-                        self._read(key.fileobj, selector, word)
-
-    def _read(self, connection: socket.socket, selector: Any, word: str) -> None:
-        received = b""
-        with suppress(OSError):
-            received = connection.recv(MAX_LINE)
-        *lines, rest = (self._texts[connection] + received).split(b"\n")
-        self._texts[connection] = rest
-        for line in lines:
-            if connection in self._connections:
-                self._said(line)
-                continue
-            message = parse_json(line)
-            known = isinstance(message, dict) and message.get("word") == word
-            if known and isinstance(message["process"], int):
-                self._connections[connection] = message["process"]
-            else:
-                received = b""
-        if received and len(rest) <= MAX_LINE:
-            return
-        selector.unregister(connection)
-        connection.close()
-        process = self._connections.pop(connection, None)
-        if process is not None and process not in self._gone and not self._closed:
+    def _follow(self, connection: socket.socket, process: int | None, word: str = "") -> None:
+        """Read what a process says until it is gone; one that does not know the word is nobody."""
+        with suppress(OSError, KeyError, ValueError), connection, connection.makefile("rb") as said:
+            while isinstance(message := parse_json(said.readline(MAX_LINE)), dict):
+                if process is not None:
+                    self._heard(message)
+                elif message.get("word") == word:
+                    process = self._connections[connection] = int(message["process"])
+                else:
+                    break
+        if process is not None and process not in self._gone and not self.left:
             self._lose(Lost(process))
 
-    def _said(self, line: bytes) -> bool:
-        """Read a message; return whether there is nothing more to wait for."""
-        message = parse_json(line)
-        if not isinstance(message, dict):
-            return False
+    def _heard(self, message: dict[str, Any]) -> None:
+        why = str(message.get("why", ""))
         if "lost" in message:
-            self._lose(Lost(int(message["lost"]), str(message.get("why", ""))))
-            return True
+            self._lose(Lost(int(message["lost"]), why))
         if "leaves" in message:
-            process, why = int(message["leaves"]), str(message.get("why", ""))
-            self._gone.add(process)
-            if why and not self._closed:
-                self._lose(Lost(process, why))
-                return True
-        return False
+            self._gone.add(int(message["leaves"]))
+            if why and not self.left:
+                self._lose(Lost(int(message["leaves"]), why))
 
     def _lose(self, lost: Lost) -> None:
         if self.lost is not None:
@@ -188,6 +133,10 @@ class PeerWatch:
             if process != lost.process:
                 _send(connection, {"lost": lost.process, "why": lost.why})
         self._on_lost(lost)
+
+
+def _start(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="peers", daemon=True).start()
 
 
 class _Own:
@@ -230,10 +179,7 @@ def leave_at_exit() -> None:
 
 
 def explain_loss() -> LostPeer | None:
-    """Return the error about a lost process, once it is known who; it is told only once.
-
-    An error of a collective may come before the news. Under a launcher of ours nothing is known.
-    """
+    """Return the error about a lost process; an error of a collective may come before the news."""
     until = time.monotonic() + DUMP_SECONDS
     while _Own.watch is not None and _Own.watch.lost is None and time.monotonic() < until:
         time.sleep(0.01)

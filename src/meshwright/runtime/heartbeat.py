@@ -178,11 +178,6 @@ class Heartbeat:
         return self._step
 
     @property
-    def failure(self) -> str:
-        """The error that was reported; empty for none."""
-        return self._report.error
-
-    @property
     def useful(self) -> float:
         """Seconds spent on steps since the run began."""
         return self._useful() - self._began

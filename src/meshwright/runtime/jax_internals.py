@@ -45,10 +45,7 @@ def distributed_state() -> Any:
 
 @contextmanager
 def ending_by(act: Callable[[], None]) -> Generator[None]:
-    """Let processes that connect inside end by a function if they lose the others.
-
-    Where it cannot be done, JAX ends them in native code.
-    """
+    """Let processes that connect inside end by a function if they lose the others, if possible."""
     # JAX gives its client no callback, and passes it a status that Python cannot read, so that the
     # call ends in std::terminate, whose handler can be chosen.
     from jax._src import distributed

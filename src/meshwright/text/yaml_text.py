@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -14,12 +13,7 @@ DEEPEST = 64
 
 
 def read_yaml(text: str) -> Any:
-    """Return the values of a YAML text.
-
-    Raises:
-        ValueError: it is nested too deeply, contains itself, or is too large with its aliases.
-        yaml.YAMLError: it is not valid.
-    """
+    """Return the values of a YAML text; raise ValueError for one that would not end."""
     try:
         values = yaml.safe_load(text)
     except RecursionError:
@@ -34,12 +28,9 @@ _TOO_DEEP = f"it is nested more than {DEEPEST} levels deep"
 
 def _count(value: Any, known: dict[int, int], inside: set[int], depth: int) -> int:
     """Return how many values there are if aliases are repeated."""
-    if isinstance(value, Mapping):
-        parts = list(cast(Mapping[Any, Any], value).values())
-    elif isinstance(value, list):
-        parts = cast(list[Any], value)
-    else:
+    if not isinstance(value, dict | list):
         return 1
+    parts: Any = value.values() if isinstance(value, dict) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     if id(value) in inside:
         raise ValueError("an alias (*name) is inside of what it stands for")
     if depth > DEEPEST:

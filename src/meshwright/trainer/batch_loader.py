@@ -67,11 +67,8 @@ class BatchLoader:
     ) -> Generator[Iterator[list[Any]]]:
         """Iterate over the batches from step ``start`` on; reading ends with the block.
 
-        Args:
-            start: the first batch.
-            stop: the batch to stop before; None reads until the data end.
-            on_end: called with the number of the first batch that this process does not have,
-                early enough for all processes to agree to stop before it.
+        If the data end before ``stop``, ``on_end`` is called with the first batch that is missing,
+        early enough for all processes to agree to stop before it.
         """
         loaded = load_batches(
             self.data,

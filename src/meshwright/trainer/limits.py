@@ -155,11 +155,8 @@ class StopTogether:
 
     def end_of_data(self, last: int) -> None:
         """Note that this process has no batch after a step, and begin none until all know it."""
-        logger.warning(
-            "process %d has no batch after step %d: all processes stop there at the latest",
-            process_index(),
-            last,
-        )
+        text = "process %d has no batch after step %d: all processes stop there at the latest"
+        logger.warning(text, process_index(), last)
         with self._changed:
             self._end = last
             self._check_end()
@@ -232,11 +229,7 @@ class StopTogether:
                 raise
 
     def _wait_for_others(self, *, signalled: bool) -> int | None:
-        """Return the last step of all; None if the run ends before.
-
-        For a signal it is the last that any process has begun, otherwise the last with a batch in
-        every process.
-        """
+        """Return the last step: begun by any, or with a batch in all; None if the run ends."""
         while not self._closed.wait(POLL_SECONDS / 10):
             texts = self._client.key_value_dir_get(f"{self._prefix}/begun")
             if len(texts) == process_count():

@@ -210,7 +210,7 @@ def _try_to_lock(path: Path) -> str:
             path.unlink(missing_ok=True)
             raise
         return ""
-    return _unreadable(path)
+    return f"an unknown process: {path.name} says nothing about it, or cannot be read"
 
 
 def _replace_unreadable(path: Path) -> bool:
@@ -219,8 +219,8 @@ def _replace_unreadable(path: Path) -> bool:
         path.read_bytes()
         age = time.time() - path.stat().st_mtime
     except OSError:
-        return False
-    if read_object(path) or age < _ABANDONED_SECONDS:
+        age = 0.0
+    if age < _ABANDONED_SECONDS:
         return False
     logger.warning(
         "%s says nothing about its process, which ended before it had written it (a full disk?): "
@@ -229,14 +229,6 @@ def _replace_unreadable(path: Path) -> bool:
     )
     _remove_stale(path, {})
     return True
-
-
-def _unreadable(path: Path) -> str:
-    try:
-        size = len(path.read_bytes())
-    except OSError as error:
-        return f"an unknown process: {path.name} cannot be read ({error.strerror})"
-    return f"an unknown process: {path.name} has {size} bytes that say nothing about it"
 
 
 def _remove_stale(path: Path, holder: dict[str, Any]) -> None:

@@ -156,11 +156,8 @@ class EverySample:
                 read += 1
                 yield self._place(batch, self._size, rows)
         if read < count and process_count() > 1:
-            raise UserError(
-                f"{self.data.batch_name(read)} does not exist",
-                why=f"an evaluation takes {count} batches of {self._size}, in every process",
-                fix=f"write {Setting('training.eval_batches', ANY)} with a smaller number",
-            )
+            why = f"an evaluation takes {count} batches of {self._size}, in every process"
+            raise UserError(f"{self.data.batch_name(read)} does not exist", why=why)
 
     def _remainder(self, step: int, count: int) -> Iterator[PlacedBatch]:
         """Yield the first ``count`` rows of batch ``step``: whole microbatches, then the rest."""

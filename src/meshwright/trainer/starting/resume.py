@@ -143,10 +143,8 @@ def set_damaged_aside(folder: Path, damage: Damage) -> str:
 
 def run_id(run_dir: Path, point: ResumePoint | None) -> str:
     """Return which run this is: that of its folder or its checkpoint, or a new one."""
-    if point is not None and point.same_run:
-        known = read_run_id(run_dir) or point.metadata.run
-    else:
-        known = ""
+    saved = point.metadata.run if point is not None and point.same_run else None
+    known = "" if saved is None else read_run_id(run_dir) or saved
     return broadcast(known or uuid.uuid4().hex)
 
 
