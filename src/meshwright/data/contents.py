@@ -40,8 +40,6 @@ class DataFingerprint(NamedTuple):
 
 @dataclass
 class _Asked:
-    """The fingerprint that is being made: its version and seed, and what has entered it."""
-
     version: int = VERSION
     seed: int = 0
     hashed: int = 0
@@ -93,10 +91,7 @@ def array_contents(arrays: Sequence[NDArray[Any]]) -> list[Any]:
 
 
 def list_contents(items: Any) -> list[Any]:
-    """Return the digest of a list or a tuple of batches or samples; nothing for other types.
-
-    The items of a dataset may be random, or take long to read.
-    """
+    """Return the digest of a list or tuple; of none else, whose items may be random or slow."""
     asked = _asked.get() or _Asked()
     if type(items) not in (list, tuple) or asked.version == 1:
         return []

@@ -140,8 +140,6 @@ def _start(run: Callable[[], None]) -> None:
 
 
 class _Own:
-    """The watch of this process, if it has one."""
-
     watch: PeerWatch | None = None
     told = threading.Lock()
 
