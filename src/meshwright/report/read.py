@@ -20,6 +20,7 @@ from meshwright.runtime.other_names import with_current_keys
 from meshwright.runtime.versions import own_version
 from meshwright.text.json_text import finite, flatten, parse_json
 from meshwright.text.masking import mask_tree, mask_value
+from meshwright.text.yaml_text import read_yaml
 from meshwright.tracking.run_files import read_lines, read_metrics, run_name
 
 RUN_FILES = ("run.json", "metrics.jsonl")
@@ -185,7 +186,7 @@ def _config(folder: Path) -> list[dict[str, Any]]:
     if isinstance(entries, list):
         return [_masked(entry) for entry in entries if isinstance(entry, dict) and "key" in entry]
     try:
-        values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        values = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
     if not isinstance(values, dict):

@@ -265,7 +265,10 @@ def read_record(path: Any) -> FlightRecord:
                 stored[str(n)].view(jnp.dtype(each["dtype"])).reshape(each["shape"])
                 for n, each in enumerate(facts["arrays"])
             ]
-    except (OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError) as error:
+    except (
+        *(OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError),
+        *(AttributeError, OverflowError, RecursionError),
+    ) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(
