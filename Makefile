@@ -126,6 +126,7 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/plan_search.py
 	@$(BIN)/python benchmarks/step_guard.py
 	@$(BIN)/python benchmarks/planner_accuracy.py
+	@$(BIN)/python benchmarks/published_throughputs.py
 	@$(BIN)/python benchmarks/page.py
 
 soak: setup
@@ -144,6 +145,7 @@ gpu-benchmarks: setup
 	  --only gpt2,gpt2_dropout,gpt2_medium,gemma3_1b,llama3_1b,vit_b,resnet50
 	@$(BIN)/python benchmarks/gpu_peers.py --only gemma3_1b --sides meshwright,plain_jax
 	@$(BIN)/python benchmarks/gpu_user_models.py
+	@$(BIN)/python benchmarks/gpu_plain_loop.py
 	@$(BIN)/python benchmarks/gpu_losses.py
 	@$(BIN)/python benchmarks/gpu_start.py
 	@$(BIN)/python benchmarks/gpu_trainer_overhead.py
@@ -151,6 +153,7 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_pipeline.py
 	@$(BIN)/python benchmarks/gpu_reductions.py
 	@$(BIN)/python benchmarks/gpu_planner.py
+	@$(BIN)/python benchmarks/gpu_sustained.py
 	@$(BIN)/python benchmarks/gpu_choice.py
 	@$(BIN)/python benchmarks/page.py
 
@@ -159,6 +162,7 @@ compiler-benchmarks: setup
 	  -c constraints.txt -e '.[$(EXTRAS),cuda12]'
 	@$(BIN)/python benchmarks/gpu_overlap.py
 	@$(BIN)/python benchmarks/gpu_memory.py
+	@$(BIN)/python benchmarks/gpu_unseen.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

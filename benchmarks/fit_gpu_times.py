@@ -1,8 +1,9 @@
 """Fits the times of kernels to measured steps: `KERNEL_TIMES` in planner/workload/gpu_rules.
 
 Least squares of the relative errors of the points in benchmarks/results/gpu_planner.json that are
-marked `fitted`. Nothing runs on a GPU. The fit is printed beside the constants of the table, with
-the errors of both; the table changes by hand.
+marked `fitted`. Records from before 2026-11-18 timed the first second, in which a GPU is faster.
+Nothing runs on a GPU. The fit is printed beside the constants of the table, with the errors of
+both; the table changes by hand.
 
 The points alone do not determine all constants: a free fit moves `row_sum` to a tenth, and the
 other points get worse (median error 6.5% instead of 4.1%). So constants are pulled towards those of

@@ -145,6 +145,18 @@ def gpu_plain_loop(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def published_throughputs(record: dict[str, Any]) -> list[str]:
+    """One row for each source."""
+    count = dict.fromkeys(record["sources"], 0)
+    for row in record["rows"]:
+        count[row["source"]] += 1
+    rows = [
+        [name, count[name], median, record["notes"].get(name, "")]
+        for name, median in record["median_by_source"].items()
+    ]
+    return table(("source", "runs", "median error", "note"), rows)
+
+
 def gpu_losses(record: dict[str, Any]) -> list[str]:
     """How far each run is from kernels=none."""
     keys = ("largest", "mean", "mean_from_float32", "last_loss")
@@ -497,6 +509,7 @@ TABLES = {
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_plain_loop": gpu_plain_loop,
+    "published_throughputs": published_throughputs,
     "gpu_losses": gpu_losses,
     "gpu_start": gpu_start,
     "gpu_trainer_overhead": trainer_overhead,

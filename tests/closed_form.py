@@ -46,6 +46,9 @@ class ClosedForm:
     def tokens_per_sample(self) -> int:
         return self.tokens
 
+    def sharded_share(self, plan: Plan, axis: str) -> float:
+        return 1.0
+
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
         return Estimate(plan, hardware, self._time(plan, hardware), lambda: self._memory(plan))
 

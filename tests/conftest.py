@@ -30,8 +30,7 @@ from meshwright.mesh.simulate import simulate_devices
 from meshwright.runtime import activity
 
 # Tracing makes many objects, and a worker keeps many: searching them for cycles takes a tenth of
-# the time. What was imported stays anyway.
-gc.freeze()
+# the time.
 gc.set_threshold(50_000, 20, 20)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 simulate_devices(8)
@@ -44,6 +43,11 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr.startswith("quick") and collection_path.suffix == ".py":
         return "pytest.mark.quick" not in collection_path.read_text(encoding="utf-8") or None
     return None
+
+
+def pytest_collection_finish():
+    """Search nothing for cycles that was imported: it stays anyway."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,9 @@ MAKEFILE = ROOT / "Makefile"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
 
-FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
+SLOW = "<!-- slow -->\n"
+"""Before a block that `make test-all` runs; of its trainings, `make test` composes the config."""
+FENCE = re.compile(rf'^({SLOW})?```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
 NOT_RUN = ("pip", "source")
 """Commands in console blocks that are not run: they would change the environment."""
 
@@ -44,6 +46,7 @@ class Block:
     title: str
     text: str
     line: int
+    slow: bool
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class Typed:
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     found = [
-        Block(match[1], match[2] or "", match[3], text[: match.start(3)].count("\n"))
+        Block(
+            match[2], match[3] or "", match[4], text[: match.start(4)].count("\n"), bool(match[1])
+        )
         for match in FENCE.finditer(text)
     ]
     assert 2 * len(found) == text.count("```"), f"{page.name} has a fence that is not read"
@@ -96,15 +101,27 @@ def workplace(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def pages_to_run():
+    """Yield every page without its slow blocks, and those that have some with them."""
+    for page in PAGES:
+        yield pytest.param(page, False, id=identifier(page))
+        if SLOW in page.read_text():
+            yield pytest.param(page, True, id=f"{identifier(page)} whole", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("page", "whole"), list(pages_to_run()))
 @pytest.mark.usefixtures("quick_compilation")
-def test_the_code_of_a_page_runs(page, workplace, capfd):
+def test_the_code_of_a_page_runs(page, whole, workplace, capfd):
     namespace = {"__name__": "page"}
     for block in blocks(page):
         if block.title:
             file = workplace / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text)
+        elif block.slow and not whole:
+            for typed in commands(block.text) if block.language == "console" else ():
+                if typed.words[:2] == ["meshwright", "train"]:
+                    check_command(Typed(["meshwright", "config", *typed.words[2:]], 0, []), capfd)
         elif block.language == "python":
             # Empty lines before it make tracebacks name the page's own lines.
             exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
@@ -259,6 +276,7 @@ jax.config.update("jax_num_cpu_devices", 2)
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.full
 def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,5 +1,7 @@
 """The error family: what is wrong, why, what to write instead."""
 
+import errno
+
 import pytest
 
 from meshwright.errors import (
@@ -12,6 +14,7 @@ from meshwright.errors import (
     Spelling,
     UserError,
     did_you_mean,
+    explain_input,
     first_line,
     missing_package,
     spelled_for,
@@ -121,3 +124,26 @@ def test_a_missing_package_names_the_extra_that_brings_it():
         "it is not installed",
         "pip install 'meshwright[parquet]'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), UserError, "x…"),
+        (PermissionError(errno.EACCES, "Permission denied", b"/data/b"), UserError, "/data/b"),
+        (OSError(errno.ENOSPC, "No space left on device"), EnvironmentProblem, "a file"),
+        (RecursionError("maximum recursion depth exceeded"), UserError, "nested too deeply"),
+    ],
+    ids=str,
+)
+def test_what_the_input_or_the_disk_causes_is_no_internal_error(error, kind, said):
+    found = explain_input(error)
+    assert type(found) is kind
+    assert said in found.what
+    assert len(found.what) < 140
+    assert found.why
+
+
+def test_other_errors_are_internal():
+    assert explain_input(ValueError("x")) is None
+    assert explain_input(OSError("x")) is None

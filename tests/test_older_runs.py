@@ -138,7 +138,7 @@ def test_the_command_line_goes_on(copied, mesh):
     assert_same(mw.read_params(folder), arrays, rtol=1e-4, atol=1e-6)
     events = read_lines(folder / "events.jsonl")
     assert [event["step"] for event in events if event["kind"] == "resume"] == [SAVED]
-    assert CheckpointReader(folder / "checkpoints").metadata(RESUMED).format == 2
+    assert CheckpointReader(folder / "checkpoints").metadata(RESUMED).format == 3
 
 
 def test_a_changed_setting_is_still_recognized(copied, capfd):

@@ -1,5 +1,7 @@
 """From a config to objects: every model we ship, and models, losses and data of one's own."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -83,6 +85,26 @@ def test_every_model_we_ship_has_a_task_and_data_that_suit_it(model):
     if "num_blocks" in config.model.arguments():
         config = config_of(f"model={model}", "model.num_blocks=1")
     assert shapes_of_loss(make_recipe(config, 8)) == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["model.num_heads=5"],
+            "hidden_size=64 is not divisible by num_heads=5; write",
+        ),
+        (["model=vit_tiny", "model.patch_size=5"], "write patch_size=4 or patch_size=7"),
+        (["model=llama3_tiny", "model.num_kv_heads=3"], "write num_kv_heads=2 or num_kv_heads=4"),
+        (["model.num_blocks=0"], "num_blocks=0 is less than 1"),
+        (["model.dropout=1.5"], "dropout=1.5 is not a rate"),
+        (["optimizer.beta1=0.8"], "did you mean `optimizer.b1`"),
+        (["optimizer=adam"], "works by its name: optimizer.kind=adam"),
+    ],
+)
+def test_sizes_that_do_not_fit_and_other_names_are_refused_without_building(overrides, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_sections(config_of(*overrides))
 
 
 @pytest.mark.parametrize(

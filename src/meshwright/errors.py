@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -187,6 +189,33 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its type if the message is empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)
+
+
+_NO_INPUT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
+_LONGEST_NAME = 120
+
+
+def explain_input(error: BaseException) -> MeshwrightError | None:
+    """Return an error for a file that cannot be used, or for input that is nested without end."""
+    if isinstance(error, RecursionError):
+        return UserError(
+            "the input is nested too deeply",
+            why="reading it exceeds the depth that Python allows",
+            fix="write it with fewer levels of brackets, lists or mappings",
+        )
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    if error.filename is None and error.errno not in _NO_INPUT:
+        return None
+    given: Any = error.filename
+    name = os.fsdecode(given) if isinstance(given, str | bytes | os.PathLike) else "a file"
+    shown = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+    kind = EnvironmentProblem if error.errno in _NO_INPUT else UserError
+    return kind(
+        f"cannot use {shown}",
+        why=error.strerror or str(error),
+        fix="free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "",
+    )
 
 
 def yaml_line(error: Exception) -> str:

@@ -35,9 +35,12 @@ from meshwright.mesh.axes import (
     shown_sizes,
 )
 from meshwright.text.units import counted, either
+from meshwright.text.yaml_text import read_yaml
 
 MADE_FOR = "made_for"
 """The key of a plan file that names the model it was made for."""
+TINY_SHARD = 2**20
+"""Parameters on a device below which a mesh shards the model more than it needs to."""
 
 
 class Plan(Frozen):
@@ -156,7 +159,7 @@ class Plan(Frozen):
         """Read a plan written by `to_yaml`."""
         check_kind("text", text, str, "write the text that `to_yaml` returned")
         try:
-            values: Any = yaml.safe_load(text)
+            values: Any = read_yaml(text)
         except (yaml.YAMLError, ValueError) as error:
             raise UserError("the plan is not valid YAML", why=yaml_line(error)) from None
         if not isinstance(values, dict):

@@ -32,6 +32,7 @@ from meshwright.inputs.checks import check_rows
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.mesh.build import Device
+from meshwright.models.model_sizes import check_sizes
 from meshwright.plan import Plan
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
@@ -59,6 +60,7 @@ class Recipe:
         task: the task.
         config_data: the data, for training and held out.
         optimizer: the optimizer.
+        ema_decay: the decay of a moving average of the weights; None keeps none.
         clip_norm: largest global gradient norm; None does not clip.
         learning_rate: the learning rate by step.
         duration: how long to train.
@@ -71,10 +73,16 @@ class Recipe:
     task: HasLoss
     config_data: ConfigData
     optimizer: optax.GradientTransformation
+    ema_decay: float | None
     clip_norm: float | None
     learning_rate: optax.Schedule
     duration: Duration
     guarded: bool = True
+
+    @property
+    def whole_optimizer(self) -> optax.GradientTransformation:
+        """The optimizer, with the moving average of the weights if one is kept."""
+        return with_average(self.optimizer, self.ema_decay)
 
     @property
     def data(self) -> Data:
@@ -99,7 +107,7 @@ class Recipe:
         return assemble(
             self.model,
             self.loss,
-            self.optimizer,
+            self.whole_optimizer,
             plan,
             batch,
             clip_norm=self.clip_norm,
@@ -132,7 +140,8 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
         eval_loss=_eval_loss(config, task),
         task=task,
         config_data=config_data,
-        optimizer=with_average(make_optimizer(config, rate), config.training.ema_decay),
+        optimizer=make_optimizer(config, rate),
+        ema_decay=config.training.ema_decay,
         clip_norm=config.optimizer.clip_norm,
         learning_rate=rate,
         duration=duration,
@@ -163,6 +172,8 @@ def model_builder(config: Config) -> ModelSource:
     """Return a function that builds the model from random streams."""
     kind, builder = config.model.kind, _model_class(config)
     arguments = check_arguments("model", builder, config.model.arguments(), supplied=("rngs",))
+    if kind in models.MODEL_KINDS:
+        build("model", kind, check_sizes, {**_defaults(builder), **arguments})
     call = call_with_rngs(builder, arguments)
     return lambda rngs: build("model", kind, lambda: call(rngs), {})
 
@@ -300,14 +311,17 @@ def _model_class(config: Config) -> Builder:
     return find_builder("model", config.model.kind, models.MODEL_KINDS, models.find_builder)
 
 
+def _defaults(builder: Builder) -> dict[str, Any]:
+    parameters = parameters_of(builder).values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
 def _shared_sizes(config: Config) -> dict[str, Any]:
     """Return the model's arguments, defaults included, with the shape of its images.
 
     Rows have at most `LONGEST_ROW` tokens.
     """
-    parameters = parameters_of(_model_class(config)).values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    sizes = {**defaults, **config.model.arguments()}
+    sizes = {**_defaults(_model_class(config)), **config.model.arguments()}
     context = sizes.get("context_length")
     if isinstance(context, int):
         sizes["context_length"] = min(context, LONGEST_ROW)

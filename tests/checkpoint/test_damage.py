@@ -17,6 +17,7 @@ from meshwright.checkpoint import CheckpointReader, read_params
 from meshwright.checkpoint.damage import DamagedCheckpoint, reading_error
 from meshwright.cli.main import main
 from meshwright.errors import UserError
+from meshwright.trainer.starting.resume import find_resume_point
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -147,6 +148,70 @@ def test_a_loaded_model_is_that_of_the_newest_sound_one(run):
         mw.load_model(run, model=build)
     assert "4: " in caught.value.why
     assert "2: " in caught.value.why
+
+
+def _rename(run, other):
+    shutil.rmtree(run / "checkpoints/4")
+    shutil.copytree(run / "checkpoints/2", run / "checkpoints/4")
+
+
+def _copy(run, other):
+    shutil.rmtree(run / "checkpoints/4")
+    shutil.copytree(other / "checkpoints/4", run / "checkpoints/4")
+
+
+def _mix(run, other):
+    shutil.rmtree(run / "checkpoints/4/passport")
+    shutil.copytree(run / "checkpoints/2/passport", run / "checkpoints/4/passport")
+
+
+def _flip_array_metadata(run, other):
+    flip(run / "checkpoints/4/state/array_metadatas/process_0", at=0)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory, sound):
+    """The same checkpoints of another run."""
+    folder = tmp_path_factory.mktemp("other") / "run"
+    fit(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("misplace", "said"),
+    [
+        (_rename, "it is the checkpoint of step 2 under another number"),
+        (_copy, "it is a checkpoint of another run"),
+        (_mix, "passport/metadata differs from what was saved"),
+        (_flip_array_metadata, "array_metadatas/process_0"),
+    ],
+)
+def test_what_is_not_this_checkpoint_is_found_by_all_alike(
+    run, other, tmp_path, capfd, misplace, said
+):
+    misplace(run, other)
+    path = run / "checkpoints/4"
+    assert main(["check", str(run), "--json"]) == 1
+    assert said in json.loads(capfd.readouterr().out)["checkpoints"][-1]["problem"]
+    assert main(["export", str(path), str(tmp_path / "out.safetensors")]) == 2
+    assert said in capfd.readouterr().err
+    with pytest.raises(DamagedCheckpoint, match="is damaged") as caught:
+        mw.load_model(path, model=lambda rngs: nnx.Linear(32, 1024, rngs=rngs))
+    assert said in caught.value.why
+    point = find_resume_point("auto", run)
+    assert (point.step, point.damaged[0].step) == (2, 4)
+    assert said in point.damaged[0].problem
+
+
+def test_a_run_and_its_copy_keep_their_checkpoints(run, tmp_path):
+    moved = run.rename(tmp_path / "elsewhere")
+    assert main(["check", str(moved)]) == 0
+    before = (moved / "run.id").read_text()
+    assert list(fit(moved, 5).losses) == [5]
+    assert (moved / "run.id").read_text() == before
+    # Checkpoints of earlier versions do not say whose they are.
+    (moved / "run.id").unlink()
+    assert main(["check", str(moved)]) == 0
 
 
 def test_on_another_mesh_the_checksums_are_those_of_the_old_one(run):

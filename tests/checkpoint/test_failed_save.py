@@ -5,7 +5,10 @@ import subprocess
 import sys
 import time
 
+import jax.numpy as jnp
 import pytest
+
+from meshwright.checkpoint import CheckpointMetadata, CheckpointStore
 
 FULL_DISK = """
 import resource, sys
@@ -84,3 +87,18 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
         names.remove(unfinished)
     assert "2" in names
     assert names <= {"2", "4"}
+
+
+@pytest.mark.parametrize("moved", ["checkpoints", "."])
+def test_a_folder_that_is_moved_away_is_not_made_anew_and_not_called_full(tmp_path, moved):
+    run = tmp_path / "run"
+    store = CheckpointStore(run / "checkpoints")
+    state = {"params": {"x": jnp.arange(8.0)}}
+    assert store.save(state, CheckpointMetadata(step=1, seed=0, global_batch_size=8)) is None
+    assert store.wait().error is None
+    (run / moved).rename(tmp_path / "elsewhere")
+    store.save(state, CheckpointMetadata(step=2, seed=0, global_batch_size=8))
+    failed = store.close()
+    assert "checkpoints is not there any more: it was moved or deleted" in failed.reason
+    assert failed.fix == "move it back, or choose another run_dir"
+    assert not (run / "checkpoints").exists()

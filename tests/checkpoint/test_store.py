@@ -55,6 +55,22 @@ def test_the_newest_and_the_best_are_kept(folder):
     np.testing.assert_array_equal(restored["params"]["up.kernel"], np.full((2, 3), 3))
 
 
+def test_saving_small_arrays_of_replicas_compiles_nothing(tmp_path, caplog):
+    mesh = jax.make_mesh((8,), ("data",))
+    values = jnp.arange(37 * 8, dtype=jnp.float32).reshape(37, 8)
+    held = {"params": {"w": jax.device_put(values, NamedSharding(mesh, PartitionSpec()))}}
+    store = CheckpointStore(tmp_path / "checkpoints")
+    jax.config.update("jax_log_compiles", True)
+    try:
+        store.save(held, CheckpointMetadata(step=1, seed=1, global_batch_size=8))
+        assert store.close().error is None
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert "Compiling" not in caplog.text
+    restored = CheckpointReader(tmp_path / "checkpoints").restore(1, held)
+    np.testing.assert_array_equal(restored["params"]["w"], values)
+
+
 def test_parameters_are_read_and_exported(folder, tmp_path, capfd):
     np.testing.assert_array_equal(read_params(folder)["up.kernel"], np.full((2, 3), 4))
     np.testing.assert_array_equal(

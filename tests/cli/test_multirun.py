@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.cli import multirun
 from meshwright.cli.main import main
-from meshwright.cli.multirun import expand_sweep
+from meshwright.cli.multirun import expand_sweep, results_table
 from meshwright.errors import UserError
 
 
@@ -100,7 +100,7 @@ def test_each_job_gets_its_overrides_its_directory_and_our_flags(fake_jobs, capf
         "--debug",
     ]
     assert commands[0][0] == sys.executable
-    assert out == "[1]\n[1]\n"
+    assert out.startswith("[1]\n[1]\nrun  settings ")
     assert "job 2 of 2: training.steps=2" in err
 
 
@@ -136,3 +136,22 @@ def test_jobs_are_real_processes_with_their_own_result(capfd):
     assert (good["exit_code"], good["result"]["training"]["steps"]) == (0, 5)
     assert (bad["exit_code"], bad["result"]) == (2, None)
     assert "error: `training.steps=-1` is not valid" in captured.err
+
+
+def test_a_sweep_ends_with_a_table_of_its_losses(tmp_path):
+    first = [(1, "train", 3.0), (2, "train", 2.5), (2, "eval", 2.6)]
+    second = [(1, "train", 3.0), (2, "train", None), (1, "eval", 2.0), (2, "eval", 2.8)]
+    for number, losses in enumerate((first, second)):
+        (tmp_path / str(number)).mkdir()
+        lines = [{"split": split, "step": step, "loss": loss} for step, split, loss in losses]
+        text = "\n".join(map(json.dumps, lines))
+        (tmp_path / str(number) / "metrics.jsonl").write_text(text)
+    jobs = [["model=mlp", f"optimizer.learning_rate={rate}"] for rate in (0.1, 0.2)]
+    table = results_table(jobs, tmp_path)
+    assert [row[:6] for row in table.rows] == [
+        ("0", "optimizer.learning_rate=0.1", "2.5000", "2.5000", "2.6000", "2.6000"),
+        ("1 *", "optimizer.learning_rate=0.2", "–", "3.0000", "2.8000", "2.0000"),
+    ]
+    # A job that failed has written nothing; then the losses of training count.
+    failed = results_table([*jobs, ["model=mlp", "optimizer.learning_rate=x"]], tmp_path)
+    assert [row[0] for row in failed.rows] == ["0 *", "1", "2"]

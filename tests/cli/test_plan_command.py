@@ -117,6 +117,20 @@ def test_another_plan_is_compared_in_words(plan):
     assert "tensor parallelism where data parallelism fits" in out
 
 
+def test_all_settings_after_compare_belong_to_the_other_plan(plan):
+    code, out, _ = plan(*MEDIUM, "--compare", "mesh.tensor=4", "mesh.data=1", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["compared"]["plan"]["mesh"] == {"fsdp": 2, "tensor": 4}
+    assert found["plans"][0]["mesh"] == {"data": 8}
+    assert len(found["plans"]) + len(found["rejected"]) > 4
+    quoted = plan(*MEDIUM, "--compare", "mesh.tensor=4 mesh.data=1", "--json")[1]
+    assert json.loads(quoted)["compared"] == found["compared"]
+    code, _, err = plan("model=gpt2_medium", "--compare", "mesh.data=8", "hardware=8xH100")
+    assert code == 2
+    assert "write hardware=… before --compare" in err
+
+
 def test_comparing_another_model_is_refused(plan):
     code, _, err = plan(*MEDIUM, "--compare", "model.num_blocks=3")
     assert code == 2

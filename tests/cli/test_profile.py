@@ -50,6 +50,30 @@ def test_it_tells_and_writes_where_the_time_goes(run, tmp_path):
     assert all(c["bytes"] for c in told["collectives"])
 
 
+@pytest.mark.full
+def test_scaling_is_measured_beside_what_is_predicted(run):
+    mesh = "mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1"
+    words = [word for word in TINY if word != "training.global_batch_size=16"]
+    code, out, err = run(*words, *mesh, "--scaling", "--steps", "2", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert [each["num_devices"] for each in told["points"]] == [1, 2, 4, 8]
+    assert [each["mesh"] for each in told["points"]] == [
+        {},
+        {"tensor": 2},
+        {"fsdp": 2, "tensor": 2},
+        {"fsdp": 4, "tensor": 2},
+    ]
+    first = told["points"][0]
+    for each in told["points"]:
+        assert each["seconds"] > 0
+        assert each["predicted_seconds"] > 0
+        per_device = each["per_second"] / each["num_devices"]
+        assert each["efficiency"] == pytest.approx(per_device / first["per_second"])
+        replicas = each["mesh"].get("fsdp", 1)
+        assert each["units"] == first["units"] * replicas
+
+
 @pytest.mark.parametrize(("flag", "steps"), [("--steps", "0"), ("--updates", "many")])
 def test_a_wrong_number_of_steps_is_refused(run, flag, steps):
     code, _, err = run(*TINY, flag, steps)

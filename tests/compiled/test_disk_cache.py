@@ -200,6 +200,8 @@ def stages(**settings):
     )
 
 
+# Programs from the cache have the compiler's texts, which are tested above every day.
+@pytest.mark.full
 def test_a_trainer_with_stages_checks_and_counts_what_comes_from_the_cache(
     quick_compilation, without_texts, tmp_path, monkeypatch
 ):

@@ -79,7 +79,7 @@ def test_tensors_of_other_libraries_become_arrays():
         ({"x": np.float32(1)}, "`x` of the batch is a single number"),
         ({"x": jax.random.key(0)}, "`x` of the batch holds no numbers"),
         ({}, "the batch has no arrays"),
-        (None, "the batch has no arrays"),
+        (None, "the batch is None"),
         ({"x": x(0)}, "the batch has no samples"),
         ({"x": x(4), "y": x(3)}, "the arrays of the batch have different numbers of samples"),
     ],

@@ -1,11 +1,13 @@
 """Where batches come from: the same for the same seed and step, whoever gives them."""
 
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from meshwright.checkpoint import CheckpointMetadata
+from meshwright.data.contents import data_fingerprint
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.indexed_data import SyntheticData
 from meshwright.data.user_data import as_data, is_batch_function, read_data
@@ -120,11 +122,16 @@ def test_other_made_up_samples_have_another_fingerprint(task, version, content):
 
 def test_a_run_on_earlier_made_up_samples_is_not_resumed_without_a_word():
     task = Classification()
-    now = SyntheticData(task.synthetic_batch, 0).fingerprint()
+    data = SyntheticData(task.synthetic_batch, 0)
+    now = data.fingerprint()
     before = fingerprint_of("synthetic", repr(task), ())
     saved = CheckpointMetadata(step=5, seed=0, dataset=before, global_batch_size=8)
-    settings = {"dataset": now, "global_batch_size": 8}
+    found = data_fingerprint(data, 0, like=before)
+    settings = {"data": found, "global_batch_size": 8}
     with pytest.raises(UserError, match="differs from that of the checkpoint") as caught:
         check_same_run(saved, {}, accept=False, **settings)
     assert f"fingerprint was {before} and is {now}" in caught.value.why
     assert len(check_same_run(saved, {}, accept=True, **settings)) == 1
+    shorter = replace(saved, num_samples=10)
+    (text,) = check_same_run(shorter, {}, accept=True, num_samples=30, **settings)
+    assert text.endswith(": it had 10 samples and has 30")

@@ -1,5 +1,6 @@
 """Reading ahead: the same batches in the same order, errors as they are, nothing left behind."""
 
+import itertools
 import multiprocessing
 import threading
 import time
@@ -7,11 +8,12 @@ import time
 import numpy as np
 import pytest
 
+from meshwright.data.batches import form_of, read_batch, read_batches
 from meshwright.data.indexed_data import SourceData
 from meshwright.data.loader import load_batches
 from meshwright.data.token_rows import StreamRows
 from meshwright.data.user_data import as_data
-from meshwright.errors import UserError
+from meshwright.errors import EnvironmentProblem, UserError
 
 pytestmark = pytest.mark.quick
 
@@ -67,6 +69,88 @@ def test_what_is_wrong_with_the_data_arrives_as_the_same_error(workers):
     assert next(stream, None) is None
     wait_until(lambda: not multiprocessing.active_children())
     assert not multiprocessing.active_children()
+
+
+def batch_of(step, size):
+    return {"x": np.full((size, 2), step), "y": np.full(size, step)}
+
+
+NO_BATCHES = {
+    "none": None,
+    "short": batch_of(3, 3),
+    "one short array": batch_of(3, 4) | {"y": np.zeros(2)},
+    "structure": {"x": np.zeros((4, 2))},
+}
+
+
+def read_as_trained(data, rows) -> list[int]:
+    form = form_of(read_batch(data.batch(0, 4))).with_samples(4 if rows is None else len(rows))
+    with load_batches(data, batch_size=4, start=2, stop=6, rows=rows) as stream:
+        batches = read_batches(stream, form, lambda number: data.batch_name(2 + number))
+        return [int(batch["x"][0, 0]) for batch in batches]
+
+
+@pytest.mark.parametrize("rows", [None, np.array([0, 3])], ids=["one process", "two processes"])
+@pytest.mark.parametrize("returned", NO_BATCHES.values(), ids=NO_BATCHES)
+def test_what_is_no_batch_is_an_error_that_names_the_call(returned, rows):
+    def own(step, batch_size):
+        return batch_of(step, batch_size) if step != 3 else returned
+
+    class Own:
+        def batch(self, step, batch_size):
+            return own(step, batch_size)
+
+    for data, call in ((as_data(own), "own(step=3)"), (as_data(Own()), "Own.batch(step=3)")):
+        with pytest.raises(UserError) as caught:
+            read_as_trained(data, rows)
+        assert f"batch 3 ({call})" in caught.value.what
+
+
+def test_none_is_refused_wherever_a_batch_may_come_from():
+    good = batch_of(0, 4)
+
+    class Source:
+        def __len__(self):
+            return 40
+
+        def rows(self, ids):
+            return None if 13 in ids else {"x": ids[:, None]}
+
+    for given, said in (
+        ([good, good, good, None, good], "batch 3 is None"),
+        (iter([good, good, good, None, good]), "element 3 of"),
+        (iter([good, good, good, None]), "element 3 of"),
+        (Source(), r"\(Source.rows\(\)\) is None"),
+    ):
+        stream = load_batches(as_data(given), batch_size=4)
+        with pytest.raises(UserError, match=said):
+            list(itertools.islice(stream, 12))
+    for given in ([None], iter([None]), lambda step, batch_size: None):
+        with pytest.raises(UserError, match="is None"):
+            as_data(given).first_batch(4)
+
+
+def test_a_source_that_stops_in_between_is_an_error():
+    class Source:
+        def __len__(self):
+            return 40
+
+        def rows(self, ids):
+            raise StopIteration
+
+    stream = load_batches(as_data(Source()), batch_size=4)
+    with pytest.raises(UserError, match=r"batch 0 \(Source.rows\(\)\) does not exist"):
+        next(stream)
+
+
+def test_a_reading_process_that_is_killed_is_named():
+    stream = load_batches(numbers(), batch_size=6, workers=1)
+    next(stream)
+    (child,) = multiprocessing.active_children()
+    child.kill()
+    with pytest.raises(EnvironmentProblem, match="a process that reads data has ended") as caught:
+        list(itertools.islice(stream, 300))
+    assert "killed by signal 9" in caught.value.why
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ def test_documented_names_and_values():
         ("NVIDIA H200", HardwareType.H200),
         ("NVIDIA A100-SXM4-80GB", HardwareType.A100),
         ("TPU7x", HardwareType.TPU_7X),
-        ("NVIDIA GeForce RTX 4090", HardwareType.UNKNOWN),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", HardwareType.UNKNOWN),
     ],
 )
 def test_detects_fake_devices(kind, expected):

@@ -104,6 +104,8 @@ def test_processes_of_a_node_take_one_gpu_each(per_node, local_rank, environ, ex
     assert own_device_ids(per_node, local_rank, environ) == expected
 
 
+# tests/launch/test_connect.py joins processes every day, and tests/trainer trains in two.
+@pytest.mark.full
 def test_two_processes_connect_and_share_a_batch():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

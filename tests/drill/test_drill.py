@@ -43,6 +43,8 @@ def verdicts(report: Any) -> dict[str, tuple[str, str]]:
     return {row["fault"]: (row["verdict"], row["happened"]) for row in report["rows"]}
 
 
+# tests/faults makes the same faults in real processes every day, in the processes of a drill.
+@pytest.mark.full
 def test_a_fault_is_survived_and_nothing_is_left(tmp_path):
     code, report, err = drill(tmp_path, "mesh.data=2", "--only=differing", "--steps=6")
     assert code == 0, err

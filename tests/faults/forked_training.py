@@ -1,8 +1,9 @@
-"""Trains in three forked processes, and kills them in random saves; they start within a second.
+"""Trains in three forked processes, and kills them in random saves or at random times.
 
-A mother process imports everything once, and never starts JAX's devices, so that it may fork.
+A mother process imports everything once, and never starts JAX's devices, so that it may fork: the
+processes start within a second.
 
-    python forked_training.py FOLDER KILLS SEED STEPS
+    python forked_training.py FOLDER KILLS SEED STEPS [ANYTIME]
 """
 
 import os
@@ -30,6 +31,8 @@ PROCESSES = 3
 LONGEST_SAVE = 0.3
 """Seconds within which a save of the small model is usually complete."""
 ATTEMPT_SECONDS = 240
+TRAINING = 0.75
+"""The share of kills at any time that wait until the processes have saved something."""
 
 
 def train(folder: Path, steps: int, rank: int, port: int) -> None:
@@ -120,12 +123,32 @@ def kill_in_a_save(folder: Path, pids: list[int], chance: random.Random, save: i
         time.sleep(chance.choice((0, 0.1)) if pid == first else 0)
 
 
-def main(folder: Path, kills: int, seed: int, steps: int) -> None:
+def kill_anytime(folder: Path, pids: list[int], chance: random.Random, after: float) -> None:
+    """Kill a random process at a random time after a number of seconds, and then the others."""
+    time.sleep(after)
+    if chance.random() < TRAINING:
+        # Else most kills would hit processes that have not begun yet.
+        reader = CheckpointReader(folder / "checkpoints")
+        before, until = reader.latest(), time.monotonic() + ATTEMPT_SECONDS
+        while reader.latest() == before and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.5))
+    first = chance.choice(pids)
+    for pid in (first, *(pid for pid in pids if pid != first)):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        time.sleep(chance.choice((0, 0.1)) if pid == first else 0)
+
+
+def main(folder: Path, kills: int, seed: int, steps: int, anytime: int = 0) -> None:
     """Kill as often as asked for, check what is left each time, and train to the end."""
     chance, newest = random.Random(seed), -1
     reader = CheckpointReader(folder / "checkpoints")
     for number in range(kills):
-        kill_in_a_save(folder, start(folder, steps), chance, save=chance.randint(1, 3))
+        if anytime:
+            kill_anytime(folder, start(folder, steps), chance, after=chance.uniform(0, 2))
+        else:
+            kill_in_a_save(folder, start(folder, steps), chance, save=chance.randint(1, 3))
         listed = reader.steps()
         assert max(listed, default=-1) >= newest, (newest, listed)
         newest = max(listed, default=-1)

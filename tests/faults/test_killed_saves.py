@@ -1,4 +1,7 @@
-"""Row 4: processes are killed at random moments of 50 saves, and no checkpoint is ever in doubt."""
+"""Rows 1, 2 and 4: processes are killed at random moments, and no checkpoint is ever in doubt.
+
+`MESHWRIGHT_KILLS` sets how many are killed at random times, 60 by default.
+"""
 
 import os
 import random
@@ -7,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from faults import forked_training
 from faults.forked_training import temporary
@@ -21,10 +25,16 @@ FORKED_SECONDS = 3600
 """A limit for a machine that is very busy; on two idle cores they take two minutes."""
 
 
-def train_forked(folder: Path, kills: int, steps: int) -> str:
+KILLS = int(os.environ.get("MESHWRIGHT_KILLS", "60"))
+
+
+def train_forked(folder: Path, kills: int, steps: int, anytime: int = 0) -> str:
     """Train in forked processes of which some are killed; return what the mother says."""
     done = subprocess.run(
-        [sys.executable, forked_training.__file__, str(folder), str(kills), "1", str(steps)],
+        [
+            *(sys.executable, forked_training.__file__, str(folder)),
+            *map(str, (kills, 1, steps, anytime)),
+        ],
         capture_output=True,
         text=True,
         timeout=FORKED_SECONDS,
@@ -46,6 +56,22 @@ def test_sigkill_at_random_moments_of_saves(tmp_path, kills):
     assert list(expected) == list(range(1, steps + 1))
     assert found == expected
     assert checkpoints(tmp_path / "killed") == checkpoints(tmp_path / "whole")
+
+
+@pytest.mark.faults
+def test_sigkill_at_random_times_loses_and_changes_nothing(tmp_path):
+    # More than are done before the last kill.
+    steps = 4 * KILLS
+    said = train_forked(tmp_path / "killed", kills=KILLS, steps=steps, anytime=1)
+    assert said.count("kill ") == KILLS
+    train_forked(tmp_path / "whole", kills=0, steps=steps)
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    killed, whole = (read_all(tmp_path / name) for name in ("killed", "whole"))
+    assert killed.keys() == whole.keys()
+    for step in whole:
+        for group, arrays in whole[step].items():
+            for path, array in arrays.items():
+                np.testing.assert_array_equal(killed[step][group][path], array, err_msg=path)
 
 
 def kill_the_next(running: Launch, chance: random.Random) -> None:

@@ -57,6 +57,45 @@ def test_one_process_that_runs_out_of_data_ends_all_of_them(tmp_path):
     assert list(metrics(done.run)) == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_function_that_ends_in_one_process_ends_all_of_them(tmp_path):
+    own = """
+    plain = data
+
+    def data(step, batch_size):
+        if RANK == 1 and step >= 6:
+            raise StopIteration
+        return plain(step, batch_size)
+    """
+    done = launch(tmp_path, own=own, steps=20).finish()
+    assert done.code == 0, done.err
+    assert "process 1 has no batch after step 6: all processes stop there" in done.err
+    assert list(metrics(done.run)) == [1, 2, 3, 4, 5, 6]
+    assert max(checkpoints(done.run)) == 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("None", "is None"),
+        ("plain(step, batch_size - 1)", "has 11 samples"),
+        ("{'x': plain(step, batch_size)['x']}", "differs from the batches before it"),
+    ],
+)
+def test_what_is_no_batch_in_one_process_is_an_error_that_names_the_call(
+    tmp_path, returned, said, rank
+):
+    own = f"""
+    plain = data
+
+    def data(step, batch_size):
+        return {returned} if RANK == {rank} and step == 6 else plain(step, batch_size)
+    """
+    done = launch(tmp_path, own=own, steps=20).finish()
+    assert done.code == 2, done.err
+    assert f"[{rank}] error: batch 6 (own:data(step=6)) {said}" in done.first_error
+
+
 def test_a_run_goes_on_in_2_then_4_then_1_processes(tmp_path, undisturbed):
     reference = undisturbed(2, 12).metrics
     for nprocs, steps in ((2, 4), (4, 8)):

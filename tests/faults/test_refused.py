@@ -118,6 +118,8 @@ def test_a_wrong_address_is_named(tmp_path):
     )
 
 
+@pytest.mark.full
+@pytest.mark.faults
 def test_a_fixed_port_that_is_taken_names_its_holder(tmp_path):
     with taken_port() as port:
         flags = (f"--coordinator=127.0.0.1:{port}", "--join-timeout=30")

@@ -167,6 +167,8 @@ def test_a_mesh_spans_processes_and_a_script_can_join_them(tmp_path):
     assert "[1] [1, [0, 0, 1, 1]]" in err
 
 
+# tests/processes/test_handshake.py has a mistake that all processes find every day.
+@pytest.mark.full
 def test_a_contradiction_is_told_once_with_exit_code_2():
     words = ("--nprocs=2", "--devices-per-process=2", "--", "doctor", "simulate=8")
     code, out, err = launch(*words)

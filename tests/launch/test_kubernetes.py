@@ -186,13 +186,16 @@ def test_mistakes_are_named(words, message):
         ("train modle=mlp optimizer.lr=3", "did you mean `model`?"),
         ("train model=mlp mesh.fsdp=many", "`mesh.fsdp=many` is not valid"),
         ("train --jsn", "did you mean `--json`?"),
+        ("train model=mlp mesh.fsdp=12", "the mesh does not match the 16 devices"),
+        ("train model=mlp training.global_batch_size=9", "global_batch_size"),
         ("python foo.py", "there is no command `python`"),
         ("doctr", "did you mean `doctor`?"),
     ],
 )
 @pytest.mark.parametrize("place", ["--slurm", "--kubernetes --image a"])
 def test_a_mistake_in_the_program_shows_before_the_job_is_made(capsys, place, program, message):
-    assert main(["launch", *place.split(), "--dry-run", "--", *program.split()]) == 2
+    devices = ["--nodes", "2", "--gpus-per-node", "8"]
+    assert main(["launch", *place.split(), *devices, "--dry-run", "--", *program.split()]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert message in printed.err

@@ -3,10 +3,13 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faults.beating import LIMIT_SECONDS, launch_beating
 
+from meshwright.launch import watch
 from meshwright.launch.restarts import newest_checkpoint
 from meshwright.launch.watch import Stragglers
 from meshwright.runtime.attempts import EarlierAttempts
@@ -63,6 +66,26 @@ def test_the_newest_complete_checkpoint_counts(tmp_path):
     for name in ("5", "20", "40.orbax-checkpoint-tmp-1", "30.damaged"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint(tmp_path) == 20
+
+
+def test_a_process_that_holds_the_interpreter_while_it_saves_is_named(monkeypatch):
+    clock = iter(range(10_000))
+    looks = iter(range(10_000))
+
+    def read(file):
+        # Both wait for the same save, and only one has threads that run.
+        alive = next(looks) if file.name == "0" else 7
+        return Beat(9, Doing.SAVING, 6, 0, alive=1 + alive)
+
+    monkeypatch.setattr(watch, "read_beat", read)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    looking = watch.Watch({0: Path("0"), 1: Path("1")}, hang_seconds=3.0)
+    found = [looking.look({0: 1, 1: 1}, force=True) for _ in range(100)]
+    at = next(number for number, stuck in enumerate(found) if stuck is not None)
+    assert at == 60
+    assert str(found[at]) == (
+        "process 1 hangs at step 6: it has held the interpreter's lock for 1m00s while saving"
+    )
 
 
 def beat_at(step: int, own: float, waited: float) -> Beat:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_module")
 SIZES = {"vocab_size": 256, "context_length": 32, "hidden_size": 64, "num_blocks": 2}
 
 
-def assembled_for(mesh, *, accumulation=1, precision="no", **sharding):
+def assembled_for(mesh, *, blocks=2, accumulation=1, precision="no", **sharding):
     task = find_task("language_modeling")(vocab_size=256, context_length=32)
     replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
     plan = Plan(
@@ -42,7 +42,7 @@ def assembled_for(mesh, *, accumulation=1, precision="no", **sharding):
         precision=precision,
     )
     batch = task.example_batch(plan.batch.global_batch_size)
-    model = lambda rngs: build_model("gpt", rngs=rngs, **SIZES)  # noqa: E731
+    model = lambda rngs: build_model("gpt", rngs=rngs, **SIZES | {"num_blocks": blocks})  # noqa: E731
     optimizer = optax.adamw(1e-3)
     return assemble(model, task.loss, optimizer, plan, batch, clip_norm=1.0), batch
 
@@ -52,7 +52,7 @@ def parameter_bytes(assembled):
 
 
 def test_data_parallelism_sends_the_closed_form():
-    assembled, batch = assembled_for({"data": 8})
+    assembled, batch = assembled_for({"data": 8}, blocks=1)
     ledger = make_ledger(assembled, batch)
     closed_form = 2 * 7 / 8 * parameter_bytes(assembled)
     assert ledger.axes["data"].minimum_bytes == pytest.approx(closed_form)
@@ -199,7 +199,7 @@ def test_stages_send_what_their_table_has_and_that_is_the_minimum():
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ({"pipe": 2, "data": 2}, {}),
+        pytest.param({"pipe": 2, "data": 2}, {}, marks=pytest.mark.full),
         pytest.param({"pipe": 2, "tensor": 2}, {}, marks=pytest.mark.full),
         pytest.param({"pipe": 2, "fsdp": 2}, {}, marks=pytest.mark.full),
         pytest.param({"pipe": 2, "fsdp": 2}, {"zero": 1}, marks=pytest.mark.full),
@@ -290,3 +290,42 @@ def test_a_weight_that_several_products_read_has_its_gradients_reduced_once(prec
     )
     axes = trainer.ledger(vectors()).axes
     assert {axis: round(own.ratio, 2) for axis, own in axes.items()} == {"data": 1, "fsdp": 1}
+
+
+def test_a_residual_layer_whose_input_is_data_needs_no_reduction_over_tensor():
+    trainer = mw.Trainer(
+        model=lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+        loss=lambda model, x: ((x + nnx.tanh(model(x))) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        mesh="data=2,tensor=4",
+    )
+    axis = trainer.ledger(np.ones((SAMPLES, WIDTH), np.float32)).axes["tensor"]
+    assert axis.minimum_bytes < 20  # The sum of the loss.
+    assert axis.sent_bytes < 20
+
+
+class Splines(nnx.Module):
+    """Two layers of a function per edge plus a product, and a weight that nothing reads."""
+
+    def __init__(self, rngs):
+        self.edges = nnx.List([nnx.Param(rngs.normal((16, 16, 3))) for _ in range(2)])
+        self.bases = nnx.List([nnx.Linear(16, 16, use_bias=False, rngs=rngs) for _ in range(2)])
+        self.unread = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        for edge, base in zip(self.edges, self.bases, strict=True):
+            near = jax.numpy.exp(-((x[..., None] - jax.numpy.arange(3.0)) ** 2))
+            x = jax.numpy.einsum("bik,iok->bo", near, edge[...]) + base(x)
+        return x
+
+
+def test_partial_sums_that_are_added_need_one_reduction_and_an_unread_weight_none():
+    trainer = mw.Trainer(
+        model=Splines,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        mesh="data=2,tensor=4",
+    )
+    found = trainer.ledger(np.ones((SAMPLES, 16), np.float32))
+    for axis in found.axes.values():
+        assert 0 <= axis.sent_bytes - axis.minimum_bytes < 60

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,6 +78,14 @@ def test_heavy_lines_run_between_processes(cluster):
         "  process 2: devices 4–5",
         "  process 3: devices 6–7",
     ]
+
+
+def test_devices_of_several_processes_are_numbered_through(cluster):
+    """The ids of CPUs begin with their process."""
+    devices = [replace(d, id=2048 * d.process_index + d.id % 2) for d in cluster(2, 2)]
+    picture = picture_of(build_mesh({"data": 4}, devices))
+    assert picture.ids == [0, 1, 2, 3]
+    assert picture.process_devices == {0: "0–1", 1: "2–3"}
 
 
 def test_outer_axes_make_blocks(cluster):

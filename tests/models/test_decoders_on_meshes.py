@@ -37,6 +37,8 @@ def check_ledger(ledger):
         assert own["ratio"] <= 1.05, (axis, own["excess"])
 
 
+# A GPT sends what it must every day: tests/ledgers.
+@pytest.mark.full
 def test_a_small_decoder_sends_what_it_must(run):
     check_ledger(run("ledger", "model=gemma3_tiny", "mesh=fsdp=4,tensor=2", *SMALL))
 

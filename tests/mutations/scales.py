@@ -123,7 +123,6 @@ MUTATIONS = (
         ("float64 gradients", "float64 loss"),
         seen="token means averaged over microbatches with different numbers of tokens",
         names="down.bias",
-        everyday=True,
     ),
     Mutation(
         "only the last microbatch's gradient survives",

@@ -137,7 +137,7 @@ def test_the_covering_cells_cover():
     assert {case.variant for case in COVERING} == set(VARIANTS)
 
 
-EVERYDAY = ("gpt", "linen_mlp")
+EVERYDAY = ("gpt",)
 """Kinds whose cells belong to the everyday tests; the zoo has others every day."""
 
 

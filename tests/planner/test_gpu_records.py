@@ -1,7 +1,9 @@
 """Predictions for GPUs, against those that were recorded and the bytes of compiled programs."""
 
+import importlib.util
 import json
 import math
+import statistics
 from functools import cache
 from pathlib import Path
 
@@ -70,3 +72,34 @@ def test_every_rule_is_named_where_it_is_applied():
     files = (Path(meshwright.__file__).parent / "planner").rglob("*.py")
     code = "".join(f.read_text(encoding="utf-8") for f in files if f.name != "gpu_rules.py")
     assert [name for name in RULES if name not in code] == []
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, RESULTS.parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", record("published_throughputs")["rows"][::4])
+def test_published_throughputs_are_predicted_as_recorded(row):
+    benchmark = load("published_throughputs")
+    run = benchmark.Run(**{name: row[name] for name in benchmark.Run._fields})
+    assert run in benchmark.RUNS
+    assert benchmark.compared(run)["predicted"] == pytest.approx(row["predicted"], rel=0.01)
+
+
+def test_published_throughputs_are_off_by_at_most_15_percent_in_the_median():
+    rows = record("published_throughputs")["rows"]
+    assert statistics.median(abs(row["error"]) for row in rows) <= 0.15
+
+
+def test_times_are_those_of_runs_that_last():
+    """GPT-2 124M with 32 rows took 62.9 ms in a minute of training, and 56 in its first second."""
+    words = ("model=gpt2", "model.dropout=0")
+    settings = ["training.mixed_precision=bf16", "training.micro_batch_size=32"]
+    plan = make_plan(validate(compose_config([*words, *settings])), 1)
+    step = estimator(words).estimate(plan, parse_hardware("1xH200")).time.step
+    measured = next(r for r in record("gpu_peers")["rows"] if r["case"] == "gpt2")
+    assert 1e3 * step == pytest.approx(measured["meshwright"]["ms"], rel=0.08)

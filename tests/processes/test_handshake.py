@@ -57,6 +57,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.full
 def test_a_trainer_in_two_processes_compares_optimizer_loss_model_length_and_code(tmp_path):
     first, second = run_processes(PROGRAM, [str(tmp_path)], count=2)
     assert first == second

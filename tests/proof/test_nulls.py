@@ -96,7 +96,8 @@ def test_optimizers_that_make_a_whole_step_of_noise(optimizer):
     assert certificate.null_leaves == ["up.bias"]
 
 
-@pytest.mark.parametrize("blocks", ["scan", pytest.param("unroll", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("blocks", ["scan", "unroll"])
 def test_leaves_of_rolled_blocks(blocks):
     certificate = certify({"fsdp": 2}, model=Stack, optimizer=optax.lion(0.1), blocks=blocks)
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]

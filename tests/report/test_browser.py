@@ -220,7 +220,9 @@ def test_runs_are_named_by_what_differs_and_equal_rows_are_folded(show):
     browser = show("three")
     names = ["learning_rate=3e-4, fsdp=4 × tensor=2", "learning_rate=1e-3, data=2 × fsdp=4",
              "learning_rate=1e-4, fsdp=8"]  # fmt: skip
-    assert texts(browser, "#facts > div:first-of-type > .scroll thead th") == names
+    # The loss on held-out data is lowest in two of them.
+    best = [f"{names[0]} best", f"{names[1]} best", names[2]]
+    assert texts(browser, "#facts > div:first-of-type > .scroll thead th") == best
     assert texts(browser, "#curves .legend li")[:3] == names
     assert texts(browser, "#mesh [role=tab]") == names
     shown = texts(browser, "#facts > div:first-of-type > .scroll tbody th")
@@ -369,4 +371,32 @@ def test_gaps_single_points_and_a_slow_first_step_are_drawn_inside_the_chart(bro
     line = f"document.querySelectorAll('.chart')[{number}].querySelector('path')"
     box = browser.evaluate(f"(b => [b.x, b.y])({line}.getBBox())")
     assert box == pytest.approx([58, 10], abs=0.5)
+    assert texts(browser, ".cut") == ["↑ 9 s, cut"]
+    assert browser.errors == []
+
+
+def test_equal_curves_show_through_each_other_constants_have_no_chart_and_the_best_is_marked(
+    browser, tmp_path
+):
+    folders = [tmp_path / name for name in "abc"]
+    for folder, low in zip(folders, (1.0, 1.0, 0.5), strict=True):
+        folder.mkdir()
+        lines = [{"split": "train", "step": n, "loss": low + 1 / n} for n in (1, 2, 3)]
+        lines.append({"split": "eval", "step": 3, "loss": low, "eval_samples": 2170})
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        words = ["meshwright", "train", "data.path=two words/*.txt"]
+        (folder / "run.json").write_text(json.dumps({"command": words}))
+    page = tmp_path / "page.html"
+    page.write_text(make_page([read_run(folder) for folder in folders]))
+    browser.open(page)
+    assert texts(browser, "figcaption > span:first-child") == ["Loss"]
+    assert "Constant: Held-out samples 2,170." in texts(browser, "#curves .note")
+    lines = "[...document.querySelectorAll('path[data-split=train]')]"
+    dashes = browser.evaluate(f"{lines}.map(line => line.style.strokeDasharray)")
+    assert dashes == ["", "14, 14", ""]
+    assert any("a and" in note and "equal" in note for note in texts(browser, "#curves .note"))
+    best = texts(browser, "#facts th:has(.badge.good)")
+    assert len(best) == 1
+    assert best[0].endswith("c best")
+    assert "meshwright train 'data.path=two words/*.txt'" in texts(browser, "#facts td")
     assert browser.errors == []

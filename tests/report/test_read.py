@@ -1,6 +1,7 @@
 """Reading run folders in every state: whole, torn, resumed, long, and full of surprises."""
 
 import json
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -43,6 +44,22 @@ def test_a_run_that_failed_says_why_until_it_is_started_again(tmp_path):
     assert read_run(tmp_path)["failure"] is not None
     write_lines(tmp_path / "events.jsonl", stop | {"message": "all steps are done"})
     assert read_run(tmp_path)["failure"] is None
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(tmp_path):
+    starts = ["2030-01-01T00:00:00+00:00", "2030-01-02T00:00:00+00:00", "2030-01-03T00:00:00+00:00"]
+    (tmp_path / "run.json").write_text(json.dumps({"started": starts[0], "resumed": starts[1:]}))
+    first, second, third = (datetime.fromisoformat(text).timestamp() for text in starts)
+    stops = [
+        {"kind": "stop", "time": first + 70, "seconds": 75.5},
+        {"kind": "stop", "time": third + 9, "seconds": 10.0},
+    ]
+    write_lines(tmp_path / "events.jsonl", *stops)
+    # The second attempt was killed.
+    write_lines(tmp_path / "metrics.jsonl", {"split": "train", "step": 9, "time": second + 30})
+    assert read_run(tmp_path)["seconds"] == 75.5 + 30 + 10
+    (tmp_path / "run.json").write_text(json.dumps({"started": starts[0]}))
+    assert read_run(tmp_path)["seconds"] is None
 
 
 def test_an_empty_folder_is_an_empty_run(tmp_path):

@@ -2,9 +2,20 @@
 
 import gc
 
+import pytest
+
 from meshwright.runtime.garbage import OBJECTS, few_collections
 
 
+@pytest.fixture
+def nothing_frozen():
+    """A process of its own, so to speak: the tests' own has frozen what it imported."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_python_looks_for_garbage_as_before_afterwards():
     before = gc.get_threshold()
     with few_collections():
@@ -12,3 +23,13 @@ def test_python_looks_for_garbage_as_before_afterwards():
         assert gc.get_freeze_count() > 0
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_a_program_has_frozen_stays_frozen():
+    _many = [[number] for number in range(OBJECTS)]
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with few_collections():
+        assert gc.get_freeze_count() <= frozen
+    assert 0 < gc.get_freeze_count() <= frozen

@@ -178,6 +178,21 @@ class Perceptron(nnx.Module):
         return self.layers[-1](x)
 
 
+class Residual(nnx.Module):
+    """Layers of one width, each with its residual: one class for all dims but the ends'."""
+
+    def __init__(self, rngs, ends=(30, 10)):
+        self.first = linear(ends[0], 64, rngs)
+        self.layers = nnx.List([linear(64, 64, rngs) for _ in range(2)])
+        self.last = linear(64, ends[1], rngs)
+
+    def __call__(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return self.last(x)
+
+
 class Convolutional(nnx.Module):
     def __init__(self, rngs, channels=(3, 32, 64, 64)):
         pairs = pairwise(channels)

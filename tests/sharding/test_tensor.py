@@ -18,6 +18,7 @@ from sharding.tensor_models import (
     Modern,
     Perceptron,
     Recurrent,
+    Residual,
     Shared,
     Stacked,
     general,
@@ -207,6 +208,16 @@ def test_a_recurrent_kernel_is_refused(cell):
     cells = {path: leaf for path, leaf in choice.leaves.items() if path.startswith("rnn.cell")}
     assert all(leaf.dim is None for leaf in cells.values())
     assert any("recurrent" in str(leaf.reason) for leaf in cells.values())
+
+
+def test_residual_layers_are_columns_where_nothing_else_can_be_sharded():
+    choice = choose(Residual, square_loss, numbers(30))
+    assert [choice.dim_of(f"layers.{n}.kernel") for n in range(2)] == [1, 1]
+    assert (choice.dim_of("first.kernel"), choice.dim_of("last.kernel")) == (1, 0)
+    assert choice.leaves["layers.0.kernel"].reason == "column: feeds 64, contracted in layers.0"
+    cheaper = choose(lambda r: Residual(r, ends=(32, 10)), square_loss, numbers(32))
+    assert cheaper.dim_of("first.kernel") == 0
+    assert "same class" in cheaper.leaves["layers.0.kernel"].reason
 
 
 def test_experts_are_spread_over_devices():

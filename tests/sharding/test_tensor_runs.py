@@ -15,6 +15,7 @@ from sharding.tensor_models import (
     Modern,
     Perceptron,
     Recurrent,
+    Residual,
     Stacked,
     general,
     grouped,
@@ -52,6 +53,7 @@ RUNS = {
     "perceptron": (Perceptron, square_loss, lambda: numbers(784), (0.25, 0.26)),
     "convolutional": (Convolutional, square_loss, lambda: numbers(8, 8, 3), (0.25, 0.26)),
     "recurrent": (Recurrent, word_loss, tokens, (0.25, 0.85)),
+    "residual": (Residual, square_loss, lambda: numbers(30), (0.25, 0.26)),
     "experts": (Experts, word_loss, tokens, (0.25, 0.26)),
     "stacked": (lambda r: Stacked(r, blocks=2), word_loss, tokens, (0.25, 0.26)),
 }
@@ -76,7 +78,7 @@ def spec(dim, rank):
     return PartitionSpec(*("tensor" if d == dim else None for d in range(rank)))
 
 
-EVERYDAY = ("library", "grouped")
+EVERYDAY = ("library", "grouped", "residual")
 """Kinds that no proof covers; the others are also in tests/parity."""
 
 

@@ -1,6 +1,7 @@
 """Plain lines: what they say, how they line up, and the time that is left."""
 
 import re
+import time
 
 import pytest
 
@@ -101,6 +102,11 @@ def test_the_time_left_does_not_count_what_came_before_the_first_line(clock):
     assert pace.seconds_left(6) == pytest.approx(5.0)
     assert pace.seconds_left(11) is None
     assert Pace(None, clock).seconds_left(5) is None
+
+
+def test_steps_beyond_the_end_have_no_share():
+    """As where a trained model is only evaluated, with steps=0."""
+    assert [Pace(total, time.monotonic).count(7).strip() for total in (20, 0)] == ["7/20", "7"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import time
 from types import SimpleNamespace
 
 import jax
@@ -154,6 +155,26 @@ def test_evaluation_is_the_mean_in_evaluation_mode():
         nnx.update(model, host)
         expected = np.mean([float(square_loss(model, batch)) for batch in held_out])
     np.testing.assert_allclose(result.eval_loss, expected, rtol=1e-5)
+
+
+def test_a_rate_that_waits_for_the_devices_is_not_the_own_work_of_a_process():
+    def schedule(count):
+        if not isinstance(count, jax.core.Tracer):
+            time.sleep(0.02)
+        return 0.1
+
+    own = mw.Trainer(
+        model=lambda rngs: Residuals(1, rngs=rngs),
+        loss=square_loss,
+        optimizer=optax.sgd(schedule),
+        log_every=1,
+    )
+    beat = own_heartbeat()
+    before = list(beat._seconds)
+    own.fit(ARRAYS, batch_size=16, steps=10, progress=False)
+    spent = [now - then for now, then in zip(beat._seconds, before, strict=True)]
+    assert spent[Doing.WAITING] > 0.2
+    assert spent[Doing.CALLBACKS] + spent[Doing.TRAINING] < 0.2
 
 
 def test_a_profile_is_taken_on_the_way(tmp_path):

@@ -234,6 +234,8 @@ def test_fp16_stops_when_its_scale_cannot_get_smaller(tmp_path):
     assert CheckpointReader(tmp_path / "checkpoints").latest() == 18
 
 
+# In one process it is tested every day, and in several also in tests/faults.
+@pytest.mark.full
 def test_two_processes_agree(tmp_path):
     said = run_processes(PROGRAM, [str(tmp_path)], count=2)
     assert said[0] == said[1]

@@ -1,5 +1,6 @@
 """A run folder belongs to one run at a time, on this host and on others."""
 
+import errno
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from quick import quick_module
 
 import meshwright as mw
 from meshwright.errors import UserError
+from meshwright.trainer import run_dir
 from meshwright.trainer.run_dir import RunLock, refuse_locked
 
 __all__ = ["quick_module"]
@@ -112,10 +114,31 @@ def test_a_requeued_job_replaces_its_own_lock_of_another_host(tmp_path, monkeypa
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_a_lock_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "run.lock").write_text("")
-    with pytest.raises(UserError, match="another run is using"):
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null"])
+def test_a_lock_without_content_is_refused_while_it_is_new_and_replaced_later(
+    tmp_path, content, caplog, monkeypatch
+):
+    monkeypatch.setattr(run_dir, "_WRITING_SECONDS", 0.001)
+    (tmp_path / "run.lock").write_text(content)
+    with pytest.raises(UserError, match="another run is using") as caught:
         RunLock(tmp_path).acquire()
+    assert "run.lock says nothing about it, or cannot be read" in caught.value.why
+    os.utime(tmp_path / "run.lock", (0, 0))
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert "says nothing about its process, which ended" in caplog.text
+    lock.release()
+
+
+def test_a_disk_that_is_full_at_the_first_byte_leaves_no_lock(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_dir, "_this_process", full)
+    with pytest.raises(UserError, match="cannot write the output directory") as caught:
+        RunLock(tmp_path).acquire()
+    assert "No space left on device" in caught.value.why
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_inside_of_a_run_is_refused_and_the_lock_is_released_after_a_failure(tmp_path):

@@ -43,6 +43,8 @@ print(json.dumps([[run.steps, run.interrupted, run.stopped] for run in runs]))
 """
 
 
+# Signals to one process are tested every day, and to one of several in tests/faults.
+@pytest.mark.full
 def test_all_stop_after_the_same_step_soon_after_a_signal_to_one(tmp_path):
     first, second = run_processes(PROGRAM, ["[1]", str(tmp_path), "1"], count=2)
     assert first == second

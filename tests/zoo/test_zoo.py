@@ -14,8 +14,8 @@ COVERING = (
     ("hypernetwork", "tensor=4,data=2"),
     ("graph network", STAGES),
 )
-SLOW = ("Fourier operator", "graph network")
-"""Their meshes have other models every day: tests/ledgers and tests/pipeline."""
+SLOW = ("Fourier operator", "tied autoencoder", "graph network")
+"""Their meshes have other models every day: tests/ledgers, tests/parity and tests/pipeline."""
 
 
 def test_the_covering_cells_cover():

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT = 2
-"""The newest checkpoint format this version writes and reads; 1 has `update` for `step`."""
+FORMAT = 3
+"""The newest checkpoint format this version writes and reads.
+
+1 has `update` for `step`, and 2 does not have `run`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,7 @@ class CheckpointMetadata:
         step: steps done.
         seed: seed of initialization, dropout and data order.
         dataset: fingerprint of the data; empty if it has none.
+        num_samples: samples of the data; None if not known.
         global_batch_size: samples per step, which a resumed run keeps.
         plan: the plan of the run.
         config: the full config of the run; empty for runs started from Python.
@@ -27,6 +31,7 @@ class CheckpointMetadata:
         processes: number of processes that wrote it.
         skipped: steps that were skipped because they were not finite.
         left_out: the batches left out when the run went back, as the first and the last of each.
+        run: the run that it belongs to, as in the `run.id` of its folder; empty if unknown.
         training: what a run from Python trains: a digest of its loss, and its optimizer's settings.
         format: checkpoint format.
     """
@@ -34,6 +39,7 @@ class CheckpointMetadata:
     step: int
     seed: int
     dataset: str = ""
+    num_samples: int | None = None
     global_batch_size: int
     plan: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -43,4 +49,5 @@ class CheckpointMetadata:
     skipped: int = 0
     left_out: Sequence[Sequence[int]] = field(default_factory=list)
     training: Mapping[str, Any] = field(default_factory=dict)
+    run: str = ""
     format: int = FORMAT

@@ -24,11 +24,13 @@ from meshwright.checkpoint.damage import (
 )
 from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
-from meshwright.errors import UserError
+from meshwright.errors import UserError, typed_line
 from meshwright.processes import gather, is_main, process_index
 from meshwright.runtime.other_names import with_current_keys
 
 FOLDER = "checkpoints"
+RUN_ID = "run.id"
+"""The file of a run folder that says which run its checkpoints belong to."""
 STATE, METADATA, METRICS = "state", "passport", "metrics"
 """Names of a checkpoint's parts on disk, beside the checksums."""
 
@@ -89,7 +91,21 @@ class CheckpointReader:
                 why=f"its format is {values['format']}; this version reads formats up to {FORMAT}",
                 fix="install a newer meshwright",
             )
-        return self._try(step, METADATA, lambda: CheckpointMetadata(**with_current_keys(values)))
+        metadata: CheckpointMetadata = self._try(
+            step, METADATA, lambda: CheckpointMetadata(**with_current_keys(values))
+        )
+        self._check_place(step, metadata)
+        return metadata
+
+    def _check_place(self, step: int, metadata: CheckpointMetadata) -> None:
+        """Raise if a checkpoint lies under another number, or in the folder of another run."""
+        if metadata.step != step:
+            problem = f"it is the checkpoint of step {metadata.step} under another number: "
+            raise self._damaged(step, problem + "the folder was renamed or copied")
+        run = read_run_id(self.folder.parent)
+        if metadata.run and run and metadata.run != run:
+            problem = f"it is a checkpoint of another run: {metadata.run}, and this folder is that"
+            raise self._damaged(step, f"{problem} of {run} ({RUN_ID})")
 
     def checksums(self, step: int) -> Checksums | None:
         """Read the checksums of a checkpoint; None if it was saved without."""
@@ -100,19 +116,32 @@ class CheckpointReader:
         return self._try(step, CHECKSUMS, lambda: read_checksums(path / CHECKSUMS))
 
     def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Read the shape of every array of a checkpoint, by group and path."""
+        """Read the shape of every array of a checkpoint, by group and path.
+
+        Everything but the arrays themselves is read and compared: whoever reads arrays, to check,
+        to resume or to export, finds the same damage.
+        """
+        self.metadata(step)
+        checksums = self.checksums(step)
 
         def read() -> dict[str, dict[str, tuple[int, ...]]]:
             # A checkpointer would return nothing, without saying why.
             handler: Any = ocp.StandardCheckpointHandler(multiprocessing_options=self._alone)
             arrays = handler.metadata(self.folder / str(step) / STATE)
             tree = getattr(arrays, "tree", arrays)
+            _read_array_metadata(self.folder / str(step) / STATE)
             return {
                 group: {path: tuple(array.shape) for path, array in by_path.items()}
                 for group, by_path in tree.items()
             }
 
-        return self._try(step, STATE, read)
+        shapes: dict[str, dict[str, tuple[int, ...]]] = self._try(step, STATE, read)
+        found = {f"{group}/{path}" for group, by_path in shapes.items() for path in by_path}
+        saved = found if checksums is None else set(checksums.arrays)
+        for name in sorted(saved ^ found):
+            what = "is missing" if name in saved else "was not saved"
+            raise self._damaged(step, f"array `{name}` {what}")
+        return shapes
 
     def restore(self, step: int, structs: Any) -> Any:
         """Restore the arrays of a checkpoint with the shardings of ``structs``, and check them.
@@ -223,6 +252,25 @@ def find_store(path: Path) -> tuple[Path, int | None]:
     if not CheckpointReader(folder).steps() and not list_set_aside(folder):
         raise no_checkpoint(path, folder)
     return folder, None
+
+
+def read_run_id(run_dir: Path) -> str:
+    """Return which run a folder belongs to; empty if it does not say so."""
+    try:
+        return (run_dir / RUN_ID).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _read_array_metadata(state: Path) -> None:
+    """Read what Orbax keeps for each array, which it reads to restore arrays but not always."""
+    for file in sorted((state / "array_metadatas").glob("process_*")):
+        try:
+            for each in json.loads(file.read_bytes())["array_metadatas"]:
+                own = each["array_metadata"]
+                _ = own["param_name"], own["write_shape"], own["chunk_shape"], own["ext_metadata"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"array_metadatas/{file.name}: {typed_line(error)}") from error
 
 
 def loss_of(checkpoint: Path) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,9 @@ logger = logging.getLogger("meshwright.checkpoint")
 
 DELETED = "deleted"
 """Where an old checkpoint is moved to be deleted: a kill would leave a part of it listed."""
+SLICED_BYTES = 1 << 20
+"""Replicas write a part of an array each if it has so many bytes: a part compiles a program."""
+_LEAST_SLICE = "_min_slice_bytes_for_replica_parallel"
 
 
 class StateNotFinite(Exception):
@@ -63,12 +67,14 @@ class Saved:
         seconds: time from the call until everything was on disk.
         error: the exception of a failed save.
         reason: why it failed, in one line with the numbers.
+        fix: what to do about it.
     """
 
     step: int
     seconds: float
     error: Exception | None = None
     reason: str = ""
+    fix: str = ""
 
 
 class CheckpointStore:
@@ -82,6 +88,7 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
         silence_orbax()
+        vars(ocp.type_handlers.get_type_handler(jax.Array))[_LEAST_SLICE] = SLICED_BYTES
         self.folder = folder.absolute()
         _make_folder(self.folder)
         _set_aside_unreadable(self.folder)
@@ -161,7 +168,7 @@ class CheckpointStore:
     ) -> Saved:
         started = time.perf_counter()
         error: Exception | None = None
-        reason = ""
+        reason = fix = ""
         with quiet_failures() as failures:
             try:
                 jax.block_until_ready(state)
@@ -176,11 +183,15 @@ class CheckpointStore:
                 failures.append(caught)
         for failure in failures:
             _remove_temporary(self.folder, metadata.step)
-            error, reason = failure, _why_not_saved(self.folder, state, failure)
-        return Saved(metadata.step, time.perf_counter() - started, error, reason)
+            error = failure
+            reason, fix = _why_not_saved(self.folder, state, failure)
+        return Saved(metadata.step, time.perf_counter() - started, error, reason, fix)
 
     def _write(self, state: Any, metadata: CheckpointMetadata, loss: float | None) -> None:
         values = asdict(metadata)
+        # Orbax would make a folder anew that was moved away, and the older checkpoints with it.
+        with os.scandir(self.folder):
+            pass
         loss = loss if loss is not None and math.isfinite(loss) else None
         self._manager.save(
             metadata.step,
@@ -247,17 +258,27 @@ def _remove_temporary(folder: Path, step: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _why_not_saved(folder: Path, state: Any, error: Exception) -> str:
-    """Return the reason of a failed save, with the bytes it needed and those there are."""
+def _why_not_saved(folder: Path, state: Any, error: Exception) -> tuple[str, str]:
+    """Return the reason of a failed save with its numbers, and a fix: not always disk space."""
+    other = f"choose another {Setting('hydra.run.dir')}"
+    if not folder.exists():
+        reason = f"{folder} is not there any more: it was moved or deleted during the run"
+        return reason, f"move it back, or {other}"
     needed = sum(array.nbytes for array in jax.tree.leaves(state))
     try:
-        free = human_bytes(shutil.disk_usage(folder).free)
+        free = shutil.disk_usage(folder).free
     except OSError as problem:
-        return f"{first_line(problem)}: {folder}"
-    return (
-        f"{_short(error)}; a checkpoint takes up to {human_bytes(needed)}, and {free} are free in "
-        f"{folder}"
+        return f"{first_line(problem)}: {folder}", other
+    short = _short(error)
+    full = free < 2 * needed or short in _FULL
+    reason = (
+        f"{short}; a checkpoint takes up to {human_bytes(needed)}, and {human_bytes(free)} are "
+        f"free in {folder}"
     )
+    return reason, f"free disk space or {other}" if full else other
+
+
+_FULL = ("No space left on device", "File too large", "Disk quota exceeded")
 
 
 def _short(error: Exception) -> str:
@@ -265,7 +286,7 @@ def _short(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = first_line(error)
-    for reason in ("No space left on device", "File too large", "Disk quota exceeded"):
+    for reason in _FULL:
         if reason in line:
             return reason
     return line

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from meshwright.cli.commands import COMMANDS, Command, Flag
 from meshwright.errors import UserError, did_you_mean
 
+SETTINGS = "SETTINGS"
+"""The value of a flag that takes all settings after it."""
 _SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"}
 
 
@@ -106,8 +110,14 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         text = value if equals else words.pop(0) if words else ""
         if not text:
             raise UserError(f"{flag.name} needs a value", fix=f"write {flag.name} {flag.value}")
+        if flag.value == SETTINGS and (more := list(takewhile(_is_setting, words))):
+            text, words = shlex.join([text, *more]), words[len(more) :]
         flags[flag.name] = text
     return Arguments(command, tuple(overrides), flags)
+
+
+def _is_setting(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
 
 
 def find_command(name: str) -> Command:

@@ -14,7 +14,8 @@ class Flag:
     Attributes:
         name: its name, such as ``--steps``.
         help: a help text of one line.
-        value: the placeholder of its value; empty for a switch.
+        value: the placeholder of its value; empty for a switch. `SETTINGS` are all that follow, up
+            to the next flag.
         formerly: a name that it used to have, which is still accepted.
     """
 
@@ -124,7 +125,11 @@ COMMANDS = {
             "model=gpt2_medium hardware=8xA100-40GB",
             flags=(
                 Flag("--top", "how many plans to rank (default 5)", "N"),
-                Flag("--compare", "settings or file of another plan to compare with", "SETTINGS"),
+                Flag(
+                    "--compare",
+                    "settings or file of another plan to compare with, written last",
+                    "SETTINGS",
+                ),
                 Flag("--html", "also write a page with drawings to FILE", "FILE"),
                 Flag("--out", "write the best plan to FILE, for train plan=FILE", "FILE"),
                 Flag("--tokens", "how much to train, such as 300B, for the budget", "N"),
@@ -157,6 +162,7 @@ COMMANDS = {
             flags=(
                 Flag("--steps", "steps to profile (default 5)", "N", formerly="--updates"),
                 Flag("--out", "folder of the trace and profile.json (default ./profile)", "DIR"),
+                Flag("--scaling", "time steps on 1, 2, 4 … devices instead, beside predictions"),
             ),
         ),
         Command(

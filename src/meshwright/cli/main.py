@@ -19,6 +19,7 @@ from meshwright.errors import (
     MeshwrightError,
     ProcessesDiffer,
     Spelling,
+    explain_input,
     spelled_for,
 )
 from meshwright.launch.options import asks_for_help
@@ -148,6 +149,10 @@ def _run(arguments: Arguments, output: Output) -> int:
 def _fail(error: MeshwrightError) -> int:
     """Report an error to the launcher, then print it; return its exit code."""
     own_heartbeat().report(error=mask_text(error.what), lost_peer=isinstance(error, LostPeer))
+    if "meshwright.processes.peers" in sys.modules:
+        from meshwright.processes.peers import leave_peers
+
+        leave_peers(mask_text(error.what))
     print_error(error)
     return error.exit_code
 
@@ -172,7 +177,7 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
             return _fail(tell_shortage(shortage, "running the command"))
     from meshwright.runtime.user_code import explain_users_exception
 
-    users = explain_users_exception(error)
+    users = explain_users_exception(error) or explain_input(error)
     if users is not None:
         return _fail(users)
     text = f"{type(error).__name__}: {mask_text(str(error))}"

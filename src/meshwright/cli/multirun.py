@@ -18,8 +18,10 @@ from meshwright.config.compose import compose_config, parse_overrides, quoted
 from meshwright.config.groups import group_options
 from meshwright.errors import ExitCode, UserError
 from meshwright.launch.supervise import exit_code
+from meshwright.text.columns import Columns
 from meshwright.text.json_text import parse_json
 from meshwright.text.masking import mask_words
+from meshwright.tracking.run_files import read_metrics
 
 
 def run_sweep(arguments: Arguments, output: Output) -> int:
@@ -45,7 +47,49 @@ def run_sweep(arguments: Arguments, output: Output) -> int:
         failed = failed or code
     if output.as_json:
         output.result(results)
+    elif arguments.command.name == "train":
+        output.result(None, results_table(jobs, sweep_dir))
+        output.say(
+            f"* the lowest loss; compare all runs: meshwright report {escape(str(sweep_dir))}"
+        )
     return failed
+
+
+def results_table(jobs: Sequence[Sequence[str]], sweep_dir: Path) -> Columns:
+    """Return the last and the lowest losses of all jobs; the best job has a star.
+
+    Args:
+        jobs: the overrides of each job.
+        sweep_dir: where the run folder of each job is, by its number.
+    """
+    varying = [n for n, words in enumerate(zip(*jobs, strict=True)) if len(set(words)) > 1]
+    losses = [_losses(sweep_dir / str(number)) for number in range(len(jobs))]
+    # By held-out data if all jobs have some.
+    by = 3 if all(found[3] is not None for found in losses) else 1
+    lowest = min((loss for found in losses if (loss := found[by]) is not None), default=None)
+    best = [lowest is not None and found[by] == lowest for found in losses]
+    rows = [
+        (
+            f"{number} *" if best[number] else str(number),
+            " ".join(mask_words([job[n] for n in varying])) or "–",
+            *("–" if loss is None else f"{loss:.4f}" for loss in losses[number]),
+            str(sweep_dir / str(number)),
+        )
+        for number, job in enumerate(jobs)
+    ]
+    head = ("run", "settings", "loss", "lowest", "held-out loss", "lowest held-out", "folder")
+    return Columns(head, rows, head[2:6], styles=["bold" if each else "" for each in best])
+
+
+def _losses(folder: Path) -> list[float | None]:
+    """Return the last and the lowest loss of a run, in training and on held-out data."""
+    found: list[float | None] = []
+    metrics = read_metrics(folder / "metrics.jsonl")
+    for split in ("train", "eval"):
+        rows = [values.get("loss") for (name, _), values in metrics.items() if name == split]
+        finite = [loss for loss in rows if loss is not None]
+        found += [rows[-1] if rows else None, min(finite, default=None)]
+    return found
 
 
 def expand_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:

@@ -208,9 +208,18 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
         if key.partition(".")[0] not in COMPARABLE:
             raise UserError(
                 f"--compare cannot change {key}",
-                why=f"plans for the same model differ in {', '.join(COMPARABLE)}",
-                fix='write --compare mesh.tensor=4, or --compare "mesh.tensor=4 mesh.pipe=2"',
+                why=f"all settings after --compare belong to the other plan, and plans for the "
+                f"same model differ in {', '.join(COMPARABLE)}",
+                fix="write settings of both plans before --compare, and after it those of the "
+                "other one, such as --compare mesh.tensor=4 mesh.pipe=2",
             )
+    here = {setting_group(word) for word in arguments.overrides}
+    if len(words) > 1 and "hardware" in changed and "hardware" not in here:
+        raise UserError(
+            "hardware after --compare is that of the other plan alone",
+            why="all settings after --compare belong to the other plan",
+            fix="write hardware=… before --compare, to plan for it as well",
+        )
     # Settings that the plan itself has are left out.
     given = without_planned(arguments.overrides) if KEY in changed else arguments.overrides
     kept = [

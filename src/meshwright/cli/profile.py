@@ -25,6 +25,11 @@ from meshwright.trainer.programs import compile_step
 
 def run(request: Request) -> int:
     """Compile, warm up, trace a few steps, and print their profile."""
+    if request.arguments.has("--scaling"):
+        from meshwright.cli.measured_scaling import scaling_report
+
+        request.output.result(*scaling_report(request, request.arguments.number("--steps", 5)))
+        return ExitCode.DONE
     request.report_unused_settings(request.plan(), steps_flag="--steps")
     folder = Path(request.arguments.flags.get("--out", "profile"))
     steps = request.arguments.number("--steps", 5)

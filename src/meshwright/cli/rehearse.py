@@ -85,7 +85,7 @@ def _estimate(recipe: Recipe, batch: Any, plan: Plan, hardware: Hardware | None)
     hardware = hardware or Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
     with activity("estimating the plan"):
         estimator = Estimator(
-            recipe.model, recipe.loss, recipe.optimizer, batch, precision=plan.precision
+            recipe.model, recipe.loss, recipe.whole_optimizer, batch, precision=plan.precision
         )
         return estimator.estimate(plan, hardware)
 

@@ -53,7 +53,9 @@ def _submit_slurm(options: LaunchOptions) -> int:
     arguments = _train_arguments(options)
     composed = None if arguments is None else compose(arguments)
     if composed is not None:
-        _check_modules(validate(composed))
+        config = validate(composed)
+        _check_modules(config)
+        _check_mesh(config, options)
     program, folder = _with_folder(options.program, composed, options.name)
     options = replace(options, program=program)
     if options.dry_run:
@@ -70,7 +72,9 @@ def _submit_slurm(options: LaunchOptions) -> int:
 
 def _submit_kubernetes(options: LaunchOptions) -> int:
     if arguments := _train_arguments(options):
-        _check_image_config(arguments)
+        config = _check_image_config(arguments)
+        if config is not None:
+            _check_mesh(config, options)
     options = replace(options, program=fixed_folder(options))
     if options.program[0] == "train" and not options.claim:
         print(
@@ -135,7 +139,17 @@ def _train_arguments(options: LaunchOptions) -> Arguments | None:
     return arguments if arguments.command.name == "train" else None
 
 
-def _check_image_config(arguments: Arguments) -> None:
+def _check_mesh(config: Config, options: LaunchOptions) -> None:
+    """Raise if the devices of the job cannot have the mesh or the batch, as `train` would."""
+    from meshwright.plan import make_plan
+
+    planned = config.mesh.auto or config.training.micro_batch_size == "auto"
+    count = None if planned or config.simulate is not None else options.num_devices
+    if count is not None:
+        make_plan(config, count)
+
+
+def _check_image_config(arguments: Arguments) -> Config | None:
     """Check the config of `train` as far as its files, which may be in the image, are here."""
     from meshwright.cli.request import compose
     from meshwright.config.compose import compose_config, validate
@@ -147,14 +161,14 @@ def _check_image_config(arguments: Arguments) -> None:
                 f"remark: the config is not checked, because {flag} {path} is not on this machine",
                 file=sys.stderr,
             )
-            return
+            return None
     composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
     model = composed.values.get("model")
     weights = model.get("weights") if isinstance(model, dict) else None
     named = [path for path in (weights, composed.values.get("plan")) if path is not None]
     if all(Path(str(path)).exists() for path in named):
         composed = compose(arguments)
-    validate(composed)
+    return validate(composed)
 
 
 def _check_modules(config: Config) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from meshwright.config.base import shorten
-from meshwright.errors import UserError
+from meshwright.errors import ANY, UserError, did_you_mean
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 MOST_SAMPLES = 2**31 - 1
 """A batch or a dataset with more samples is a typo."""
@@ -47,6 +51,61 @@ def check_count(name: str, count: Any, most: int = 2**63 - 1, least: int = 1) ->
             why=size if whole else f"it is of type {type(count).__name__}",
             fix=f"write {name} as a whole number, {least} or more",
         )
+
+
+class WrongArguments(UserError, TypeError):
+    """Arguments that a call does not take, or lacks."""
+
+
+def clear_arguments(
+    name: str, place: Callable[[str, Sequence[str]], str] = lambda unknown, own: ""
+) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
+    """Make a function refuse arguments that it does not take, or lacks, with what to write.
+
+    Args:
+        name: what the function is called where it is called.
+        place: from an unknown argument and the function's own, where it belongs; empty if nowhere.
+    """
+
+    def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def checked(*args: Arguments.args, **given: Arguments.kwargs) -> Returned:
+            _check_arguments(name, signature, place, args, given)
+            return function(*args, **given)
+
+        return checked
+
+    return decorate
+
+
+def _check_arguments(
+    name: str,
+    signature: inspect.Signature,
+    place: Callable[[str, Sequence[str]], str],
+    args: tuple[Any, ...],
+    given: dict[str, Any],
+) -> None:
+    own = [each for each in signature.parameters if each != "self"]
+    for unknown in given:
+        if unknown not in own:
+            fix = place(unknown, own) or did_you_mean(unknown, own)
+            raise WrongArguments(
+                f"{name} has no argument {unknown}", fix=fix or f"its arguments: {', '.join(own)}"
+            )
+    try:
+        signature.bind(*args, **given)
+    except TypeError as error:
+        needed = [
+            each
+            for each, parameter in signature.parameters.items()
+            if each != "self" and parameter.default is parameter.empty
+        ]
+        named = ", ".join(f"{each}={ANY}" for each in dict.fromkeys([*needed, *given]))
+        raise WrongArguments(
+            f"{name} cannot be called like this", why=str(error), fix=f"write {name}({named})"
+        ) from None
 
 
 def check_takes(name: str, function: Any, arguments: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from meshwright.config.base import field_paths, shorten, unknown_key
 from meshwright.config.groups import CONF_DIR, expand_shorthands, group_options, refuse_folder
 from meshwright.config.schema import Config, KindConfig
-from meshwright.errors import UserError, did_you_mean, yaml_line
+from meshwright.errors import UserError, did_you_mean, first_line, yaml_line
 from meshwright.mesh.axes import resolve_alias
 from meshwright.text.masking import hidden_names, mask_tree
 from meshwright.text.units import a_type
+from meshwright.text.yaml_text import read_yaml
 
 _KIND_SECTIONS = tuple(
     name
@@ -70,6 +72,8 @@ def compose_config(
     options = group_options(config_dir)
     if config_file is not None:
         return _change_saved(config_file, parsed, overrides, options)
+    for file in sorted(config_dir.rglob("*.yaml")) if config_dir is not None else ():
+        _check_file(file)
     for override in parsed:
         _check_known(override, options)
     keys = {override.key_or_group for override in parsed}
@@ -139,7 +143,7 @@ def _refuse_hidden(file: Path, values: dict[str, Any]) -> None:
 
 def _read_saved(file: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read --config {file}", why=yaml_line(error)) from None
     if not isinstance(values, dict):
@@ -149,6 +153,17 @@ def _read_saved(file: Path) -> dict[str, Any]:
             fix="name the config.yaml of a run folder",
         )
     return {str(key): value for key, value in values.items()}
+
+
+def _check_file(file: Path) -> None:
+    """Refuse a file of the user's config directory that Hydra could not read to its end."""
+    try:
+        read_yaml(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError:
+        # Hydra says where, if it is chosen.
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}", why=first_line(error)) from None
 
 
 def validate(composed: Composed) -> Config:
@@ -247,13 +262,21 @@ def _dropped_files(own: list[str], arguments: list[str], parsed: Sequence[Overri
     }
     if not kinds:
         return []
-    of_others = [
+    choices = [
         argument
         for argument, override in zip(arguments, parsed, strict=True)
-        if override.key_or_group.partition(".")[0] not in kinds
+        # Single values of other sections change no kind.
+        if override.key_or_group.partition(".")[0] not in kinds and not argument.startswith("++")
     ]
-    files = _compose([*own, *of_others])
-    return [f"~{s}" for s, kind in kinds.items() if OmegaConf.select(files, f"{s}.kind") != kind]
+    # The user's own files may change from one call to the next.
+    files = (_kinds_of_files.__wrapped__ if own else _kinds_of_files)(*own, *choices)
+    return [f"~{section}" for section, kind in kinds.items() if files[section] != kind]
+
+
+@functools.cache
+def _kinds_of_files(*arguments: str) -> dict[str, Any]:
+    files = _compose([*arguments])
+    return {section: OmegaConf.select(files, f"{section}.kind") for section in _KIND_SECTIONS}
 
 
 def _check_known(override: Override, options: dict[str, list[str]]) -> None:
@@ -274,6 +297,9 @@ def _check_known(override: Override, options: dict[str, list[str]]) -> None:
             raise UserError(
                 f"there is no `{key}={shorten(value)}`" + (f": {hint}" if hint else ""),
                 why=f"`{key}` can be: {', '.join(options[key])}",
+                fix=f"an optimizer of optax works by its name: optimizer.kind={shorten(value)}"
+                if key == "optimizer"
+                else "",
             )
         return
     section = key.partition(".")[0]

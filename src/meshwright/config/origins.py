@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from meshwright.config.compose import Composed, canonical_key, parse_overrides
 from meshwright.config.groups import CONF_DIR, GROUPS
@@ -93,11 +93,12 @@ def _file_keys(composed: Composed) -> dict[str, str]:
         if path is None:
             continue
         package = "" if group == "experiment" else f"{group}."
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        if isinstance(loaded, dict):
-            named = {str(key): value for key, value in loaded.items() if key != "defaults"}
-            for key, _ in flatten(named):
-                keys[canonical_key(f"{package}{key}")] = f"{group}/{choice}.yaml"
+        loaded = yaml.load(
+            path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
+        named = {str(key): value for key, value in (loaded or {}).items() if key != "defaults"}
+        for key, _ in flatten(named):
+            keys[canonical_key(f"{package}{key}")] = f"{group}/{choice}.yaml"
     return keys
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.contents import array_contents
 from meshwright.data.files import find_path, load_array
-from meshwright.data.fingerprints import content_sample, fingerprint_of
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.protocols import HostBatch
 from meshwright.data.samples import to_numpy
 from meshwright.errors import UserError, first_line
@@ -35,9 +36,10 @@ class ArraySource:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the names, shapes, dtypes and contents."""
+        contents = array_contents(list(self.arrays.values()))
         facts = [
-            (name, array.shape, str(array.dtype), content_sample(array))
-            for name, array in self.arrays.items()
+            (name, array.shape, str(array.dtype), content)
+            for (name, array), content in zip(self.arrays.items(), contents, strict=True)
         ]
         return fingerprint_of("arrays", facts)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.data.protocols import refuse_none
 from meshwright.data.samples import path_name, to_numpy
 from meshwright.errors import UserError, first_line
 from meshwright.trees import check_num_samples
@@ -32,29 +33,48 @@ class BatchForm:
         """Samples in the batch: the size of dim 0 of every array."""
         return next(iter(self.arrays.values()))[0][0]
 
+    def with_samples(self, number: int) -> BatchForm:
+        """Return the form of this many samples of the batch."""
+        arrays = {
+            path: ((number, *shape[1:]), dtype) for path, (shape, dtype) in self.arrays.items()
+        }
+        return replace(self, arrays=arrays)
 
-def read_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches as arrays JAX accepts; all must have the structure and shapes of the first."""
-    expected: BatchForm | None = None
+
+def read_batches(
+    batches: Iterable[Any],
+    expected: BatchForm | None = None,
+    name: Callable[[int], str] = "batch {}".format,
+) -> Iterator[Any]:
+    """Yield batches as arrays JAX accepts; all must have the same structure and shapes.
+
+    Args:
+        batches: what the data returned.
+        expected: the structure and shapes; those of the first by default.
+        name: names a batch by its number from 0, for messages.
+    """
     for number, given in enumerate(batches):
-        batch = read_batch(given)
+        batch = read_batch(given, name(number))
         form = form_of(batch)
         if expected is not None and form != expected:
-            raise _other_form(number, form, expected)
+            raise _other_form(name(number), form, expected)
         expected = form
         yield batch
 
 
-def read_batch(batch: Any) -> Any:
+def read_batch(batch: Any, name: str = "the batch") -> Any:
     """Return a batch whose leaves are arrays (or their shapes) with the sample as dim 0.
 
-    64-bit numbers become 32-bit ones, unless JAX's 64-bit mode is on.
+    64-bit numbers become 32-bit ones, unless JAX's 64-bit mode is on. Messages use the name.
     """
-    batch = jax.tree_util.tree_map_with_path(lambda path, x: _read_leaf(path_name(path), x), batch)
+    refuse_none(batch, name)
+    batch = jax.tree_util.tree_map_with_path(
+        lambda path, x: _read_leaf(f"`{path_name(path)}` of {name}", x), batch
+    )
     sizes = {path: shape[0] for path, (shape, _) in form_of(batch).arrays.items()}
     if not sizes:
-        raise UserError("the batch has no arrays", fix='write a dict such as {"x": …, "y": …}')
-    check_num_samples(sizes, "the batch")
+        raise UserError(f"{name} has no arrays", fix='write a dict such as {"x": …, "y": …}')
+    check_num_samples(sizes, name)
     return batch
 
 
@@ -70,13 +90,13 @@ def _read_leaf(name: str, leaf: Any) -> Any:
         is_text = isinstance(array, np.ndarray) and array.dtype.kind in "SUT"
         holds = "text" if is_text else "no numbers"
         raise UserError(
-            f"`{name}` of the batch holds {holds}",
+            f"{name} holds {holds}",
             why=f"its dtype is {array.dtype}, and devices compute with numbers",
             fix="turn it into integers or floats, or leave the field out of the batch",
         )
     if not array.shape:
         raise UserError(
-            f"`{name}` of the batch is a single number",
+            f"{name} is a single number",
             why="dim 0 of every array is the sample, and it has no dims",
             fix="give one value per sample, or put a constant into the loss instead",
         )
@@ -93,12 +113,12 @@ def _to_numpy(name: str, leaf: Any) -> Any:
         except Exception as error:
             # Each library fails in its own way, for example for a tensor on a GPU.
             raise UserError(
-                f"`{name}` of the batch cannot become an array",
+                f"{name} cannot become an array",
                 why=first_line(error),
                 fix="write tensor.detach().cpu()" if hasattr(leaf, "detach") else "",
             ) from error
     raise UserError(
-        f"`{name}` of the batch is of type {type(leaf).__name__}, not an array",
+        f"{name} is of type {type(leaf).__name__}, not an array",
         fix="write np.asarray(…) around lists, and leave text out",
     )
 
@@ -111,15 +131,15 @@ def _narrow(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         limits = np.iinfo(target)
         if array.min() < limits.min or array.max() > limits.max:
             raise UserError(
-                f"`{name}` of the batch has integers of more than 32 bits",
+                f"{name} has integers of more than 32 bits",
                 why=f"from {array.min()} to {array.max()}, and JAX uses 32-bit integers by default",
                 fix=f"keep them from {limits.min} to {limits.max}",
             )
     return array.astype(target)
 
 
-def _other_form(number: int, form: BatchForm, expected: BatchForm) -> UserError:
-    what = f"batch {number} differs from the batches before it"
+def _other_form(name: str, form: BatchForm, expected: BatchForm) -> UserError:
+    what = f"{name} differs from the batches before it"
     every = "the step is compiled for one structure and shape; "
     if form.tree != expected.tree:
         before, now = (", ".join(f.arrays) for f in (expected, form))

@@ -11,22 +11,15 @@ import hashlib
 import json
 import os
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from meshwright.data.build_once import BuildLock
 from meshwright.errors import UserError
 from meshwright.text.json_text import read_object, write_atomically
 from meshwright.text.units import human_bytes
-
-SAMPLED_BYTES = 2**16
-"""Bytes of an array's beginning, middle and end that enter its fingerprint."""
 
 
 def fingerprint_of(*facts: Any) -> str:
@@ -36,18 +29,6 @@ def fingerprint_of(*facts: Any) -> str:
         digest.update(fact if isinstance(fact, bytes) else repr(fact).encode())
         digest.update(b"\0")
     return digest.hexdigest()
-
-
-def content_sample(array: NDArray[Any]) -> int:
-    """Return a checksum of an array's beginning, middle and end, the same on every machine."""
-    flat = array.reshape(-1)
-    count = max(SAMPLED_BYTES // max(flat.itemsize, 1), 1)
-    middle = max((flat.size - count) // 2, 0)
-    parts = [flat[:count], flat[middle : middle + count], flat[-count:]]
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(np.ascontiguousarray(part).tobytes(), checksum)
-    return checksum
 
 
 READ_BYTES = 2**20

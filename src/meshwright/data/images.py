@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.arrays import read_arrays
+from meshwright.data.contents import array_contents
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
 from meshwright.data.files import find_path, list_files
-from meshwright.data.fingerprints import content_sample, fingerprint_of
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.protocols import HostBatch, Source
 from meshwright.errors import Setting, UserError, missing_package
 
@@ -78,7 +79,11 @@ class ImageArrays:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the images and labels."""
-        contents = [(a.shape, str(a.dtype), content_sample(a)) for a in (self.images, self.labels)]
+        arrays = [self.images, self.labels]
+        contents = [
+            (array.shape, str(array.dtype), content)
+            for array, content in zip(arrays, array_contents(arrays), strict=True)
+        ]
         return fingerprint_of("images", contents, self.input_shape)
 
     def describe(self) -> str:

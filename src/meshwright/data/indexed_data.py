@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright.data.contents import list_contents
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import sample_ids
-from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, Source
+from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, Source, refuse_none
 from meshwright.data.samples import leaf_shapes, plain_tree
 from meshwright.data.tokenizer import with_version
 from meshwright.errors import UserError
@@ -51,6 +52,10 @@ class SourceData(Data):
         """Return the batch of one step, or these rows of it."""
         batch: Any = self.source.rows(self.ids(step, batch_size, rows))
         return dict(batch) if isinstance(batch, Mapping) else batch
+
+    def batch_name(self, step: int) -> str:
+        """Name the batch with the method of the source that returns it."""
+        return f"batch {step} ({type(self.source).__name__}.rows())"
 
     def ids(self, step: int, batch_size: int, rows: Rows | None = None) -> Rows:
         """Return the numbers of the samples of one step's batch, or of these rows of it."""
@@ -114,7 +119,7 @@ def take_rows(batch: Any, rows: Rows | None) -> Any:
     """Return these rows of a batch's arrays; all of them if ``rows`` is None."""
     if rows is None:
         return batch
-    return jax.tree.map(lambda array: np.asarray(array)[rows], batch)
+    return jax.tree.map(lambda array: np.asarray(array)[rows] if np.ndim(array) else array, batch)
 
 
 def _own(source: Any, method: str) -> str:
@@ -177,7 +182,9 @@ class SequenceData(Data):
 
     def first_batch(self, batch_size: int | None) -> Any:
         """Return the first batch, whatever its size; None if there is none."""
-        return plain_tree(self.batches[0]) if len(self.batches) else None
+        if not len(self.batches):
+            return None
+        return refuse_none(plain_tree(self.batches[0]), self.batch_name(0))
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
         """Return the batch of this step, or these rows of it."""
@@ -188,7 +195,7 @@ class SequenceData(Data):
         if self.cycle:
             epoch, at = divmod(step, self._per_epoch)
             at += epoch * len(self.batches) if self.own_epochs else 0
-        return select_rows(plain_tree(self.batches[at]), batch_size, step, rows)
+        return select_rows(plain_tree(self.batches[at]), batch_size, self.batch_name(step), rows)
 
     def for_training(self, *, by_epochs: bool) -> Data:
         """Return the batches without a short last one, repeated for a run of epochs."""
@@ -199,22 +206,22 @@ class SequenceData(Data):
         return replace(self, cycle=False)
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the number of batches only."""
-        return fingerprint_of("sequence", len(self.batches))
+        """Return a fingerprint of the number of batches, and of the contents of a list."""
+        return fingerprint_of("sequence", len(self.batches), *list_contents(self.batches))
 
     def describe(self) -> str:
         """Return the number of batches in words."""
         return f"{len(self.batches)} batches"
 
 
-def select_rows(batch: Any, batch_size: int, step: int, rows: Rows | None) -> Any:
-    """Return these rows of a batch, which must have the size of the global batch."""
+def select_rows(batch: Any, batch_size: int, name: str, rows: Rows | None) -> Any:
+    """Return these rows of a batch, whose arrays must have the size of the global batch."""
     if rows is None:
         return batch
-    size = count_samples(batch, batch_size)
-    if size != batch_size:
+    sizes = (shape[0] for shape in leaf_shapes(batch).values() if shape)
+    for size in (each for each in sizes if each != batch_size):
         raise UserError(
-            f"batch {step} has {size} samples",
+            f"{name} has {size} samples",
             why=f"the global batch has {batch_size}",
             fix="give batches of one size; drop a short last one",
         )

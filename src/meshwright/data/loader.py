@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,12 +13,33 @@ import jax
 import numpy as np
 from absl import flags
 
-from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows
-from meshwright.errors import MeshwrightError, Spelling, current_spelling, spelled_for
+from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, refuse_none
+from meshwright.errors import (
+    EnvironmentProblem,
+    MeshwrightError,
+    Setting,
+    Spelling,
+    UserError,
+    current_spelling,
+    spelled_for,
+)
 from meshwright.runtime.user_code import doing
 
 READ_THREADS = 2
 """Threads that read ahead in one process; NumPy copies without holding the GIL."""
+
+
+_WORKER_ENDED = re.compile(r"Worker process was terminated unexpectedly with exit code (-?\d+)")
+"""What Grain raises if a process that reads data is gone."""
+
+
+def _worker_ended(code: int) -> EnvironmentProblem:
+    how = f"it was killed by signal {-code}" if code < 0 else f"its exit code is {code}"
+    return EnvironmentProblem(
+        "a process that reads data has ended",
+        why=f"{how}; a machine without free memory kills processes (signal 9)",
+        fix=f"write {Setting('data.workers', 0)} to read in this process",
+    )
 
 
 def load_batches(
@@ -87,8 +109,10 @@ class BatchStream(Iterator[HostBatch]):
             raise StopIteration
         try:
             batch = next(self._stream)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, RuntimeError) and (found := _WORKER_ENDED.search(str(error))):
+                raise _worker_ended(int(found[1])) from None
             raise
         if isinstance(batch, Exception):
             self.close()
@@ -130,8 +154,17 @@ class _Read:
         try:
             # This runs in another thread or process.
             with spelled_for(self.spelling), doing(f"reading batch {step}"):
-                return self.data.batch(int(step), self.batch_size, self.rows)
-        except OutOfData:
-            return StopIteration()
+                batch = self.data.batch(int(step), self.batch_size, self.rows)
+                # Grain would leave None out, and give every step after it another batch.
+                return refuse_none(batch, self.data.batch_name(int(step)))
+        except (OutOfData, StopIteration):
+            if self.data.may_end:
+                return StopIteration()
+            return UserError(
+                f"{self.data.batch_name(step)} does not exist",
+                why=f"reading it raised StopIteration, and the data have "
+                f"{self.data.num_samples:,} samples for every epoch",
+                fix="return a row for every number of a sample",
+            )
         except MeshwrightError as error:
             return error

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.errors import UserError
+
 HostBatch = dict[str, NDArray[Any]]
 Rows = NDArray[np.int64]
 """Row numbers within a global batch: those that one process needs."""
@@ -73,6 +75,11 @@ class Data(ABC):
         return self.num_samples is not None
 
     @property
+    def may_end(self) -> bool:
+        """Whether reading may raise `OutOfData` or StopIteration, in one process or in all."""
+        return not self.has_every_batch
+
+    @property
     def sequential(self) -> bool:
         """Whether batches are read by one thread at a time."""
         return self.forward_only
@@ -84,7 +91,13 @@ class Data(ABC):
 
     def first_batch(self, batch_size: int | None) -> Any:
         """Return a batch with the shapes of all, which is still to be read; None if none is."""
-        return None if self.num_samples == 0 else self.batch(0, batch_size or 1)
+        if self.num_samples == 0:
+            return None
+        return refuse_none(self.batch(0, batch_size or 1), self.batch_name(0))
+
+    def batch_name(self, step: int) -> str:
+        """Name the batch of a step for messages, with the user's call that returns it, if any."""
+        return f"batch {step}"
 
     def ids(self, step: int, batch_size: int, rows: Rows | None = None) -> Rows | None:
         """Return the numbers of the samples of one step's batch; None if they have none."""
@@ -109,6 +122,17 @@ class Data(ABC):
     def go_to(self, step: int, position: Any) -> None:
         """Continue at a position of an earlier run."""
         return
+
+
+def refuse_none(batch: Any, name: str) -> Any:
+    """Return a batch; raise if it is None, which would shift all batches after it by one."""
+    if batch is not None:
+        return batch
+    raise UserError(
+        f"{name} is None",
+        why="every step trains on the batch with its own number, and none is left out",
+        fix="return a batch for every step; give data that ends as a list or a generator",
+    )
 
 
 class Source(Protocol):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.contents import list_contents
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.errors import UserError
 
@@ -46,8 +47,9 @@ class SampleSource:
         return stack_samples([self.dataset[number] for number in numbers], numbers)
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the class and the size; contents may be random."""
-        return fingerprint_of("samples", type(self.dataset).__name__, len(self))
+        """Return a fingerprint of the class, the size, and the contents of a list."""
+        contents = list_contents(self.dataset)
+        return fingerprint_of("samples", type(self.dataset).__name__, len(self), *contents)
 
     def describe(self) -> str:
         """Return the class of the dataset and its size."""

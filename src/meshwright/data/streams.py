@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 from meshwright.data.elements import Expected
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.indexed_data import count_samples, select_rows
-from meshwright.data.protocols import Data, OutOfData, Rows
+from meshwright.data.protocols import Data, OutOfData, Rows, refuse_none
 from meshwright.data.samples import plain_tree, stack_samples
 from meshwright.errors import UserError
 
@@ -91,9 +92,10 @@ class IterableData(Data):
             if self._next:
                 return self._last
             if not self._ahead:
-                element = next(self._iterator(), None)
-                self._ahead = [] if element is None else [element]
-            first = plain_tree(self._ahead[0]) if self._ahead else None
+                self._ahead = list(itertools.islice(self._iterator(), 1))
+            first = None
+            if self._ahead:
+                first = refuse_none(plain_tree(self._ahead[0]), f"element 0 of {self.name}")
             self._size = self._size or count_samples(first)
             return first
 
@@ -113,7 +115,7 @@ class IterableData(Data):
                 self._last = self._stacked(batch_size) if self.samples else self._whole()
                 self._next += 1
                 self._note_position()
-            return select_rows(self._last, batch_size, step, rows)
+            return select_rows(self._last, batch_size, self.batch_name(step), rows)
 
     def for_one_pass(self, *, in_order: bool) -> Data:
         """Read every element once, a short last batch included."""
@@ -175,7 +177,7 @@ class IterableData(Data):
         """Return the next element of this epoch; raise StopIteration at its end."""
         element = self._ahead.pop(0) if self._ahead else next(self._iterator())
         self._read += 1
-        return element
+        return refuse_none(element, f"element {self._read - 1} of {self.name}")
 
     def _whole(self) -> Any:
         """Return the next batch; a short last one is left out in training."""

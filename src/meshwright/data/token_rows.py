@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.contents import array_contents
 from meshwright.data.files import release
-from meshwright.data.fingerprints import content_sample, fingerprint_of
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.packing import PackingIndex, place
 from meshwright.data.protocols import HostBatch
 from meshwright.data.tokenizer import Tokenizer
@@ -68,7 +69,10 @@ class StreamRows:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the tokens and how they are cut."""
-        contents = [(len(a), str(a.dtype), content_sample(a)) for a in self.arrays]
+        contents = [
+            (len(array), str(array.dtype), content)
+            for array, content in zip(self.arrays, array_contents(self.arrays), strict=True)
+        ]
         return fingerprint_of("stream", contents, self.sequence_length, self.separator)
 
     def describe(self) -> str:
@@ -125,7 +129,7 @@ class PackedRows:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the documents and how they are packed."""
-        contents = content_sample(self.tokens), content_sample(self.boundaries)
+        contents = tuple(array_contents([self.tokens, self.boundaries]))
         sizes = len(self.tokens), len(self.boundaries), self.sequence_length
         return fingerprint_of("packed", contents, sizes)
 

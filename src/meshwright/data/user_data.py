@@ -13,7 +13,7 @@ from meshwright.data.arrays import ArraySource
 from meshwright.data.elements import Expected, no_batches, refuse_class, refuse_wrong_data
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.foreign import read_foreign
-from meshwright.data.indexed_data import SequenceData, SourceData, take_rows
+from meshwright.data.indexed_data import SequenceData, SourceData, select_rows
 from meshwright.data.protocols import Data, HostBatch, Rows, Source
 from meshwright.data.samples import Samples, SampleSource
 from meshwright.data.streams import IterableData
@@ -54,12 +54,22 @@ class FunctionData(Data):
 
     @property
     def has_every_batch(self) -> bool:
-        """True: a function has a batch for every step."""
+        """True: processes do not ask each other before every step."""
+        return True
+
+    @property
+    def may_end(self) -> bool:
+        """True: a function may still raise StopIteration."""
         return True
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
         """Return the function's batch, or these rows of it."""
-        return take_rows(self.function(step=step, batch_size=batch_size), rows)
+        batch = self.function(step=step, batch_size=batch_size)
+        return select_rows(batch, batch_size, self.batch_name(step), rows)
+
+    def batch_name(self, step: int) -> str:
+        """Name the batch with the call that returns it."""
+        return f"batch {step} ({self.name}(step={step}))"
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the function's name and settings, not of its code."""
@@ -84,6 +94,11 @@ class DataAdapter(Data):
         return getattr(self.given, "num_samples", None)
 
     @property
+    def may_end(self) -> bool:
+        """True: its code may end the data, whatever number of samples it has."""
+        return True
+
+    @property
     def sequential(self) -> bool:
         """Whether the object says that it is read by one thread at a time."""
         return getattr(self.given, "sequential", False)
@@ -97,7 +112,12 @@ class DataAdapter(Data):
         """Return its batch; a method that takes ``rows`` reads only those."""
         if "rows" in parameters_of(self.given.batch):
             return self.given.batch(step, batch_size, rows=rows)
-        return take_rows(self.given.batch(step, batch_size), rows)
+        batch = self.given.batch(step, batch_size)
+        return select_rows(batch, batch_size, self.batch_name(step), rows)
+
+    def batch_name(self, step: int) -> str:
+        """Name the batch with the call that returns it."""
+        return f"batch {step} ({type(self.given).__name__}.batch(step={step}))"
 
     def fingerprint(self) -> str:
         """Return its own fingerprint, or one of its class."""

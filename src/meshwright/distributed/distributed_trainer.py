@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from meshwright.config.compose import compose_config
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.config.groups import CONF_DIR
@@ -15,6 +13,7 @@ from meshwright.config.schema import Config, ModelConfig, TrainingConfig
 from meshwright.data.user_data import UserData
 from meshwright.errors import UserError
 from meshwright.recipe import training_duration
+from meshwright.text.yaml_text import read_yaml
 from meshwright.trainer import FitResult
 from meshwright.trainer import Trainer as MeshTrainer
 
@@ -103,7 +102,7 @@ def _check_sections(sections: Mapping[str, Any], distributed: DistributedConfig 
 def _like(kind: Any) -> str:
     """Return a model config of this kind, whose task a mapping implies; empty if there is none."""
     for file in sorted((CONF_DIR / "model").glob("*.yaml")):
-        values = yaml.safe_load(file.read_text())
+        values = read_yaml(file.read_text())
         if values.get("kind") == kind:
             return file.stem
     return ""

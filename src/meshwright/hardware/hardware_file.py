@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.errors import UserError, did_you_mean, yaml_line
+from meshwright.text.yaml_text import read_yaml
 
 VARIABLE = "MESHWRIGHT_HARDWARE"
 """The environment variable that names the file."""
@@ -51,8 +52,8 @@ def hardware_file() -> Path | None:
 def read_hardware_file(path: Path) -> dict[str, dict[str, Row]]:
     """Read the sections of a hardware file, each a mapping of names to entries."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read the hardware file {path}", why=yaml_line(error)) from None
     sections = _mapping(content or {}, str(path))
     for name in sections:

@@ -14,6 +14,7 @@ from meshwright.config.origins import flatten
 from meshwright.errors import Setting, UserError, first_line
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
 from meshwright.plan import MADE_FOR, Plan
+from meshwright.text.yaml_text import read_yaml
 
 KEY = "plan"
 """The setting that names the file."""
@@ -96,7 +97,7 @@ def refuse_unnamed_model(path: str | None, num_parameters: int) -> None:
 def _made_for(path: str) -> dict[str, Any]:
     """Return what a file says its plan was made for; nothing if it cannot be read."""
     try:
-        values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values: Any = read_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         # Whoever reads the plan says what is wrong with the file.
         return {}

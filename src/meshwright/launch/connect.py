@@ -11,6 +11,7 @@ from meshwright.config.distributed_config import DistributedConfig
 from meshwright.config.environment import read_environment, run_name
 from meshwright.errors import EnvironmentProblem, LostPeer, UserError, first_line
 from meshwright.processes.library_messages import is_lost_peer
+from meshwright.processes.peers import explain_loss, leave_peers
 from meshwright.runtime.attempts import ProcessRange
 from meshwright.runtime.host_machine import VISIBLE_GPUS
 from meshwright.runtime.jax_internals import jax_has_started
@@ -118,12 +119,14 @@ def disconnect_processes() -> None:
     if _connected():
         import jax
 
+        leave_peers()
         jax.distributed.shutdown()
 
 
 def leave_at_once(code: int) -> None:
     """Exit a connected process that failed, without waiting for the others."""
     if _connected():
+        leave_peers(f"it ended with exit code {code}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -133,7 +136,7 @@ def explain_lost_peer(error: Exception) -> LostPeer | None:
     """Return an error if a collective failed because another process is gone, else None."""
     if not _connected() or not is_lost_peer(error):
         return None
-    return LostPeer(
+    return explain_loss() or LostPeer(
         f"process {processes.process_index()} lost its connection to another process",
         why=first_line(error),
         fix="look at the output of the process that ended first",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +95,16 @@ class LaunchOptions:
     def is_own_command(self) -> bool:
         """Whether the program is a Meshwright command, not a script or a module."""
         return self.program[0] != "-m" and not self.program[0].endswith(".py")
+
+    @property
+    def num_devices(self) -> int | None:
+        """The devices of all processes; None if that depends on the machines."""
+        nodes, each, gpus = self.nodes or 1, self.devices_per_process, self.gpus_per_node
+        if any(re.match("--(nodes|ntasks|gpus|gres)", option) for option in self.sbatch):
+            return None
+        if each is not None:
+            return nodes * self.nprocs * each
+        return None if gpus is None else nodes * (gpus // self.nprocs * self.nprocs)
 
     @property
     def command(self) -> list[str]:

@@ -16,6 +16,8 @@ HANG_SECONDS = 600.0
 """How long a process may make no progress in a step; as long as processes wait for another."""
 PATIENT_SECONDS = 1800.0
 """The same while it compiles, evaluates or saves, which takes long for good reasons."""
+HELD_SECONDS = 60.0
+"""The same while it does so and no other thread of the process gets the interpreter's lock."""
 STEPS = 20
 """A hang is at least as long as this many steps."""
 STOPPED_SECONDS = 2.0
@@ -149,12 +151,14 @@ class _Seen:
         beat: the last beat.
         idle: seconds without a new one.
         stopped: seconds for which it has been stopped by a signal.
+        held: seconds for which one of its threads has held the interpreter's lock.
         step_seconds: how long its last steps took.
     """
 
     beat: Beat | None = None
     idle: float = 0.0
     stopped: float = 0.0
+    held: float = 0.0
     step_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=50))
 
 
@@ -192,12 +196,14 @@ class Watch:
             stopped = rank in pids and is_stopped(pids[rank])
             seen.stopped = seen.stopped + passed if stopped else 0.0
         self.stragglers.add({r: s.beat for r, s in self._seen.items() if s.beat is not None})
-        return self._stopped(pids) or self._hanging(pids)
+        return self._stopped(pids) or self._holding(pids) or self._hanging(pids)
 
     def _read(self, rank: int, seen: _Seen, passed: float) -> None:
         before, beat = seen.beat, read_beat(self._files[rank])
+        alive = beat is None or before is None or beat.alive != before.alive or not beat.alive
+        seen.held = 0.0 if alive else seen.held + passed
         if beat is None or (before is not None and beat.count == before.count):
-            seen.idle += passed
+            seen.beat, seen.idle = beat or before, seen.idle + passed
             return
         seen.beat, seen.idle = beat, 0.0
         if rank == min(self._files) and beat.saved >= 0:
@@ -211,6 +217,16 @@ class Watch:
         if not stopped:
             return None
         return Stuck(tuple(stopped), "stopped by a signal (SIGSTOP)", self.step_of(stopped[0]))
+
+    def _holding(self, pids: Collection[int]) -> Stuck | None:
+        """Return a process that holds the interpreter's lock where a hang is long in coming."""
+        for rank in pids if self._hang else ():
+            beat, held = self._seen[rank].beat, self._seen[rank].held
+            if beat is None or beat.doing not in _PATIENT or held < max(self._hang, HELD_SECONDS):
+                continue
+            cause = f"it has held the interpreter's lock for {human_seconds(held)} while "
+            return Stuck((rank,), cause + beat.doing.text, self.step_of(rank))
+        return None
 
     def _hanging(self, pids: Collection[int]) -> Stuck | None:
         """Return the processes that are behind all others, if they have made no progress."""

@@ -13,9 +13,9 @@ from meshwright.program.blocks.block_lists import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.op import is_inexact
-from meshwright.program.dims.walk import ProgramDims
+from meshwright.program.dims.walk import ProgramDims, all_programs
 from meshwright.program.evaluate.dependencies import variables, variables_read
-from meshwright.program.jaxpr.equations import Var, aval_of, scan_counts
+from meshwright.program.jaxpr.equations import REARRANGES, Var, aval_of, scan_counts
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.traced_loss import TracedLoss
 from meshwright.program.weight_reads import weight_reads, weights_in_backward
@@ -25,6 +25,10 @@ from meshwright.sharding.tensor import TensorChoice
 Part = Literal["blocks", "embedding", "head"]
 """Parts of a model that pipeline stages run: each some blocks, the first one the embedding, the
 last one the head."""
+
+
+_KEEPS_SUMS = frozenset({"add", "add_any", "sub", "neg"}) | REARRANGES
+"""Operations whose result for partial sums is a partial sum of their result."""
 
 
 class PlacedWeight(NamedTuple):
@@ -81,17 +85,20 @@ class WeightReads(NamedTuple):
         outside: those read outside of blocks, which stay gathered.
         in_backward: those whose values the backward pass reads.
         reduced: of those read together, the share of their gradients that is reduced.
+        unread: those that nothing reads: they are not gathered, and have no gradient.
     """
 
     outside: frozenset[int]
     in_backward: frozenset[int]
     reduced: Mapping[int, float]
+    unread: frozenset[int] = frozenset()
 
 
 def read_weights(traced: TracedLoss) -> WeightReads:
     """Find out how a program without stages reads its weights."""
     jaxpr = traced.closed.jaxpr
     number = {v: n for n, v in enumerate(jaxpr.invars[: len(traced.layout.step_leaves)])}
+    unread = frozenset(number[v] for v in number.keys() - variables_read(jaxpr.eqns))
     casts = casts_of(jaxpr.eqns, set(number))
     number |= {cast: number[leaf] for cast, leaf in casts.items()}
     outside: set[int] = set()
@@ -100,7 +107,8 @@ def read_weights(traced: TracedLoss) -> WeightReads:
             eqns = [eqn for eqn in segment.eqns if not casts.keys() & set(eqn.outvars)]
             read = {variable for variable in variables_read(eqns) if variable in number}
             outside |= {number[variable] for variable in read - _scanned(segment)}
-    return WeightReads(frozenset(outside), weights_in_backward(traced), _read_together(traced))
+    in_backward, reduced = weights_in_backward(traced), _read_together(traced)
+    return WeightReads(frozenset(outside), in_backward, reduced, unread)
 
 
 def _read_together(traced: TracedLoss) -> dict[int, float]:
@@ -140,7 +148,7 @@ def place_weights(
     of_part = {} if cut is None else _parts(cut)
     for number, (step, placement) in enumerate(zip(steps, placements, strict=True)):
         leaf, in_backward = step.leaf, number in reads.in_backward
-        if not leaf.is_weight:
+        if not leaf.is_weight or (cut is None and number in reads.unread):
             continue
         parts: tuple[Part, ...] = of_part.get(number, ())
         regathered = in_backward
@@ -192,12 +200,13 @@ def place_events(
     part_of = {} if cut is None else _events_by_part(classes, cut)
     number_of = {id(event): number for number, event in enumerate(classes.events)}
     without_gradient = _without_gradient(classes.root)
+    unneeded = _reads_of_data(classes, tensor) | _added_first(classes, tensor)
     found, seen = list[PlacedEvent](), set[tuple[str, int]]()
     for event in classes.events_of(tensor.splits):
         key = (event.kind, event.source)
         if event.kind == "spread" and number_of[id(event)] in without_gradient:
             continue
-        if event.source >= 0 and key in seen:
+        if (event.source >= 0 and key in seen) or number_of[id(event)] in unneeded:
             continue
         seen.add(key)
         kept = bool(event.kept & tensor.splits.keys())
@@ -220,6 +229,42 @@ def _without_gradient(root: ProgramDims) -> set[int]:
             live |= set(variables(eqn.invars))
         else:
             found |= set(root.noted.get(position, ()))
+    return found
+
+
+def _reads_of_data(classes: DimClasses, tensor: TensorChoice) -> set[int]:
+    """Return the numbers of contractions of data by a kernel both of whose dims are one class.
+
+    Every device has the data, of which no gradient is needed, and computes its part of the result.
+    """
+    found, splits = set[int](), tensor.splits.keys()
+    for program in all_programs(classes.root):
+        for numbers in program.noted.values():
+            events = {number: classes.events[number] for number in numbers}
+            if not any(e.kind == "spread" and e.classes & splits for e in events.values()):
+                found |= {n for n, e in events.items() if e.kind == "contract" and e.kept & splits}
+    return found
+
+
+def _added_first(classes: DimClasses, tensor: TensorChoice) -> set[int]:
+    """Return the numbers of contractions whose partial sums are added to those of another.
+
+    One reduction is enough for ``x @ a + y @ b``.
+    """
+    found, splits = set[int](), tensor.splits.keys()
+    for program in all_programs(classes.root):
+        uses = Counter(v for eqn in program.jaxpr.eqns for v in variables(eqn.invars))
+        uses.update(variables(program.jaxpr.outvars))
+        partial: dict[Var, int] = {}
+        for position, eqn in enumerate(program.jaxpr.eqns):
+            events = {n: classes.events[n] for n in program.noted.get(position, ())}
+            own = [n for n, e in events.items() if e.kind == "contract" and e.classes & splits]
+            sums = [partial[v] for v in variables(eqn.invars) if v in partial and uses[v] == 1]
+            if own and not any(events[n].kept & splits for n in own):
+                partial[eqn.outvars[0]] = own[0]
+            elif sums and len(sums) == len(eqn.invars) and eqn.primitive.name in _KEEPS_SUMS:
+                found.update(sums[1:])
+                partial[eqn.outvars[0]] = sums[0]
     return found
 
 

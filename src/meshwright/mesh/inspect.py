@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.mesh.axes import describe_sizes
-from meshwright.mesh.picture import id_ranges
+from meshwright.mesh.picture import device_numbers, id_ranges
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.text.columns import Columns, stream_width
 from meshwright.text.units import counted
@@ -133,7 +133,7 @@ def _record(path: str, leaf: Any) -> ShardingRecord:
 def _device_ids(sharding: jax.sharding.Sharding) -> tuple[int, ...]:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return tuple(range(sharding.mesh.size))
-    return tuple(sorted(device.id for device in sharding.device_set))
+    return tuple(sorted(device_numbers(list(sharding.device_set))))
 
 
 def _spec(leaf: Any, sharding: jax.sharding.Sharding | None) -> str:

@@ -33,7 +33,7 @@ class Picture:
 
     Attributes:
         axes: the axes larger than 1, outermost first, with their sizes.
-        ids: the id of each device.
+        ids: the number of each device.
         processes: the process that owns each device.
         kind: the kind of the devices; empty for an abstract mesh.
     """
@@ -184,10 +184,23 @@ def picture_of(mesh: Mesh | AbstractMesh) -> Picture:
     kinds = sorted({str(device.device_kind) for device in devices})
     return Picture(
         axes,
-        ids=[int(device.id) for device in devices],
+        ids=device_numbers(devices),
         processes=[int(device.process_index) for device in devices],
         kind=" and ".join(kinds),
     )
+
+
+def device_numbers(devices: Sequence[Any]) -> list[int]:
+    """Return the numbers of devices: their ids, or their places among the devices of all processes.
+
+    The ids of CPUs in several processes begin with the process: 0, 1, 2048, 2049.
+    """
+    client = getattr(devices[0], "client", None)
+    everywhere = devices if client is None else client.devices()
+    if len({device.process_index for device in everywhere}) == 1:
+        return [int(device.id) for device in devices]
+    places = {id: n for n, id in enumerate(sorted(device.id for device in everywhere))}
+    return [places[device.id] for device in devices]
 
 
 def id_ranges(ids: Iterable[int]) -> str:

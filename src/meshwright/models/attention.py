@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from meshwright.models.model_sizes import check_sizes
+
 INIT_STD = 0.02
 """Initial standard deviation of embeddings and kernels."""
 
 
 def residual_std(num_blocks: int) -> float:
     """Initial standard deviation of layers that write to the residual stream, two per block."""
-    if num_blocks < 1:
-        raise ValueError(f"num_blocks={num_blocks}: a model has at least one block.")
+    check_sizes(num_blocks=num_blocks)
     return INIT_STD / math.sqrt(2 * num_blocks)
 
 
@@ -70,12 +71,6 @@ def attend(
     weights = weights if dropout is None else dropout(weights)
     mixed = jnp.einsum("bkgts,bskc->btkgc", weights, value)
     return mixed.reshape(batch, length, num_heads, head_dim)
-
-
-def check_groups(*, num_heads: int, num_kv_heads: int) -> None:
-    """Refuse query heads that do not divide into groups, one per key/value head."""
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads} is not divisible by num_kv_heads={num_kv_heads}.")
 
 
 def row_positions(tokens: Array, positions: Array | None, context_length: int) -> Array:

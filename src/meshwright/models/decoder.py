@@ -14,10 +14,10 @@ from meshwright.models.attention import (
     INIT_STD,
     attend,
     causal_mask,
-    check_groups,
     residual_std,
     row_positions,
 )
+from meshwright.models.model_sizes import check_sizes
 
 embedding = partial(nnx.Embed, embedding_init=nnx.initializers.normal(INIT_STD))
 """A table of vectors by token, with its initial values."""
@@ -61,8 +61,7 @@ class Rotary:
 
     def frequencies(self, head_dim: int) -> Array:
         """Return the angle from one position to the next for each pair: float32 [C/2]."""
-        if head_dim % 2:
-            raise ValueError(f"head_dim={head_dim} is odd, but positions rotate pairs of dims.")
+        check_sizes(head_dim=head_dim)
         exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
         return 1.0 / self.base**exponents / self.factor
 
@@ -108,7 +107,7 @@ class GroupedAttention(nnx.Module):
         out_std: float,
         rngs: nnx.Rngs,
     ) -> None:
-        check_groups(num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.head_dim = head_dim
         self.rotary = rotary
         self.window = window

@@ -14,27 +14,15 @@ from meshwright.models.attention import (
     INIT_STD,
     attend,
     causal_mask,
-    check_groups,
     residual_std,
     row_positions,
 )
+from meshwright.models.model_sizes import check_sizes
 
 QKV = Literal["separate", "fused"]
 """Three layers for queries, keys and values, or one with a kernel [D, 3, heads, head_dim]."""
 
 _init = nnx.initializers.normal(INIT_STD)
-
-
-def check_heads(*, hidden_size: int, num_heads: int, num_kv_heads: int, qkv: QKV) -> None:
-    """Refuse head counts that do not divide, and a fused kernel for unequal head counts."""
-    if hidden_size % num_heads:
-        raise ValueError(f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}.")
-    check_groups(num_heads=num_heads, num_kv_heads=num_kv_heads)
-    if qkv == "fused" and num_kv_heads != num_heads:
-        raise ValueError(
-            f"qkv='fused' needs as many key/value heads as query heads, but num_kv_heads="
-            f"{num_kv_heads} and num_heads={num_heads}; write qkv='separate'."
-        )
 
 
 class Attention(nnx.Module):
@@ -51,7 +39,7 @@ class Attention(nnx.Module):
         out_std: float,
         rngs: nnx.Rngs,
     ) -> None:
-        check_heads(
+        check_sizes(
             hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, qkv=qkv
         )
         self.num_heads = num_heads

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from meshwright.models.model_sizes import check_sizes
+
 
 def patchify(image: Array, patch_size: int) -> Array:
     """Cut images [B, H, W, C] into p × p patches, row by row: [B, H/p·W/p, p·p·C]."""
@@ -101,10 +103,7 @@ class ViT(nnx.Module):
         attention_dropout: float = 0.0,
         rngs: nnx.Rngs,
     ) -> None:
-        if image_size % patch_size:
-            raise ValueError(
-                f"image_size={image_size} is not divisible by patch_size={patch_size}."
-            )
+        check_sizes(image_size=image_size, patch_size=patch_size)
         self.patch_size = patch_size
         length = (image_size // patch_size) ** 2 + class_token
         normal = nnx.initializers.normal(0.02)

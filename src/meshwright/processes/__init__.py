@@ -7,19 +7,22 @@ that of process 0 is an error. With a single process, calls return at once and d
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, LostPeer, UserError, first_line
+from meshwright.processes.peers import end_instead_of_jax, leave_at_exit, watch_peers
 from meshwright.processes.ports import Address, interface_for, is_loopback
 from meshwright.processes.rendezvous import Meeting, Member, MissingMembers, meet
 from meshwright.runtime.heartbeat import own_heartbeat
-from meshwright.runtime.jax_internals import distributed_state, lower_priority_of_gloo
+from meshwright.runtime.jax_internals import distributed_state, ending_by, lower_priority_of_gloo
 from meshwright.text.units import numbered
 
 JOIN_TIMEOUT = "MESHWRIGHT_JOIN_TIMEOUT"
@@ -91,16 +94,21 @@ def connect(
         heartbeat.report(absent=error.numbers)
         raise
     try:
-        _initialize(
-            address,
-            num_processes,
-            process_id,
-            interface=interface,
-            local_device_ids=local_device_ids,
-        )
+        with nullcontext() if heartbeat.launched else ending_by(end_instead_of_jax):
+            _initialize(
+                address,
+                num_processes,
+                process_id,
+                interface=interface,
+                local_device_ids=local_device_ids,
+            )
     finally:
         if kept is not None:
             kept.close()
+    if not heartbeat.launched:
+        watch_peers(process_id, address, interface)
+        # Before JAX's own goodbye, which was registered earlier.
+        atexit.register(leave_at_exit)
     _calls.made = _calls.failed = _calls.deleted = 0
 
 

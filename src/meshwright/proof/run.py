@@ -24,6 +24,7 @@ from meshwright.config.argument_checks import (
     check_kind,
     check_optimizer,
     check_takes,
+    clear_arguments,
 )
 from meshwright.config.schema import Precision
 from meshwright.data.batches import read_batch
@@ -93,6 +94,20 @@ WRITTEN_NOT_FINITE = (
 )
 
 
+def _or_of_trainer(function: Callable[..., Certificate]) -> Callable[..., Certificate]:
+    """Let a trainer that is given instead of a model verify itself."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **given: Any) -> Certificate:
+        if args and callable(getattr(args[0], "assemble", None)):
+            return args[0].verify(*args[1:], **given)
+        return function(*args, **given)
+
+    return called
+
+
+@_or_of_trainer
+@clear_arguments("mw.verify")
 def verify(
     model: ModelSource,
     loss: Loss,
@@ -109,6 +124,8 @@ def verify(
     say: Callable[[str], None] = lambda text: None,
 ) -> Certificate:
     """Compare training under a plan with training on one device.
+
+    ``mw.verify(trainer, batch)`` is `Trainer.verify`.
 
     Args:
         model: builds the model from `nnx.Rngs`.

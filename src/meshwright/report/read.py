@@ -20,6 +20,7 @@ from meshwright.runtime.other_names import with_current_keys
 from meshwright.runtime.versions import own_version
 from meshwright.text.json_text import finite, flatten, parse_json
 from meshwright.text.masking import mask_tree, mask_value
+from meshwright.text.yaml_text import read_yaml
 from meshwright.tracking.run_files import read_lines, read_metrics, run_name
 
 RUN_FILES = ("run.json", "metrics.jsonl")
@@ -88,11 +89,13 @@ def read_run(folder: Path) -> dict[str, Any]:
     profile, ledger, result = (
         _json(folder / f"{name}.json") for name in ("profile", "ledger", "result")
     )
-    events = list(read_lines(folder / "events.jsonl"))[-MAX_EVENTS:]
+    every_event = list(read_lines(folder / "events.jsonl"))
+    events = every_event[-MAX_EVENTS:]
     return {
         "name": run_name(folder, facts),
         "path": str(folder.absolute()),
         "facts": facts,
+        "seconds": _seconds(facts, [*every_event, *read_lines(folder / "metrics.jsonl")]),
         "result": result if isinstance(result, dict) else None,
         "curves": read_curves(folder / "metrics.jsonl"),
         "profile": profile if isinstance(profile, dict) else None,
@@ -129,20 +132,47 @@ def downsample(points: Points, most: int = MAX_POINTS) -> Points:
     return [points[at] for at in sorted(chosen)]
 
 
+def _seconds(facts: dict[str, Any], lines: list[dict[str, Any]]) -> float | None:
+    """Return the time of all attempts of a resumed run; None for one that was never resumed.
+
+    An attempt took as long as it said at its end, or else from its start to its last line.
+    """
+    resumed = facts.get("resumed")
+    given = [facts.get("started"), *(resumed if isinstance(resumed, list) else [])]
+    starts = [at for text in given if (at := _timestamp(text)) is not None]
+    if len(starts) < 2:
+        return None
+    total = 0.0
+    for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
+        own = [line for line in lines if start <= _number(line.get("time")) < end]
+        stated = [_number(line.get("seconds")) for line in own if line.get("kind") == "stop"]
+        last = max((_number(line["time"]) for line in own), default=start)
+        total += stated[-1] if any(stated[-1:]) else last - start
+    return total
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else 0.0
+
+
+def _timestamp(text: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
 def _failure(events: list[dict[str, Any]], facts: dict[str, Any]) -> str | None:
     """Return why a run failed; None if it did not, or was restarted."""
     last = events[-1] if events else {}
     if last.get("kind") != "stop" or not last.get("failed"):
         return None
     resumed, stopped = facts.get("resumed"), last.get("time")
-    started = resumed[-1] if isinstance(resumed, list) and resumed else facts.get("started")
-    if isinstance(started, str) and isinstance(stopped, int | float):
-        try:
-            # Starts are given in whole seconds.
-            if datetime.fromisoformat(started).timestamp() > stopped:
-                return None
-        except ValueError:
-            pass
+    last_start = resumed[-1] if isinstance(resumed, list) and resumed else facts.get("started")
+    started = _timestamp(last_start)
+    # Starts are given in whole seconds.
+    if started is not None and isinstance(stopped, int | float) and started > stopped:
+        return None
     return str(last.get("message", "failed"))
 
 
@@ -156,7 +186,7 @@ def _config(folder: Path) -> list[dict[str, Any]]:
     if isinstance(entries, list):
         return [_masked(entry) for entry in entries if isinstance(entry, dict) and "key" in entry]
     try:
-        values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        values = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
     if not isinstance(values, dict):

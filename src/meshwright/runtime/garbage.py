@@ -17,11 +17,14 @@ def few_collections() -> Generator[None]:
     Imports and traced programs are many objects that stay. To look through all of them again and
     again would take a tenth of the time in which they are made.
     """
-    before = gc.get_threshold()
-    gc.freeze()
+    # Python itself freezes some hundred objects. If the program froze its own, they stay so.
+    before, freeze = gc.get_threshold(), gc.get_freeze_count() < OBJECTS
+    if freeze:
+        gc.freeze()
     gc.set_threshold(OBJECTS, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if freeze:
+            gc.unfreeze()

@@ -8,10 +8,12 @@ stacks of a process, even of one that holds the interpreter's lock.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import mmap
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -60,6 +62,11 @@ _OF_STEPS = (
 )
 # Native alignment, so that each number is written at once, and a reader never sees half of one.
 _FORM = struct.Struct(f"@qqqqqdd{len(Doing)}d")
+_ALIVE = struct.Struct("@q")
+"""After the rest, since another thread writes it."""
+_SIZE = _FORM.size + _ALIVE.size
+ALIVE_SECONDS = 0.5
+"""How often that thread writes: it stops only if the interpreter's lock is held."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Beat:
         saved_useful: seconds of steps up to then.
         time: when the last mark was made, by the clock of the machine.
         seconds: the time spent on each kind of work.
+        alive: counts as long as threads of the process get the interpreter's lock.
     """
 
     count: int = 0
@@ -85,6 +93,7 @@ class Beat:
     saved_useful: float = 0.0
     time: float = 0.0
     seconds: tuple[float, ...] = (0.0,) * len(Doing)
+    alive: int = 0
 
     @property
     def useful(self) -> float:
@@ -104,8 +113,10 @@ class Beat:
     @classmethod
     def unpacked(cls, data: bytes) -> Beat:
         """Return the beat of some bytes."""
-        count, doing, step, first, saved, saved_useful, at, *seconds = _FORM.unpack(data)
-        return cls(count, Doing(doing), step, first, saved, saved_useful, at, tuple(seconds))
+        count, doing, step, first, saved, saved_useful, at, *seconds = _FORM.unpack_from(data)
+        alive = _ALIVE.unpack_from(data, _FORM.size)[0] if len(data) >= _SIZE else 0
+        times = tuple(seconds)
+        return cls(count, Doing(doing), step, first, saved, saved_useful, at, times, alive)
 
 
 def read_beat(file: Path) -> Beat | None:
@@ -114,7 +125,7 @@ def read_beat(file: Path) -> Beat | None:
         data = file.read_bytes()
     except OSError:
         return None
-    return Beat.unpacked(data[: _FORM.size]) if len(data) >= _FORM.size else None
+    return Beat.unpacked(data) if len(data) >= _FORM.size else None
 
 
 def stacks_file(heartbeat: Path) -> Path:
@@ -145,7 +156,7 @@ class Heartbeat:
         self._time = time.monotonic()
         self._seconds = [0.0] * len(Doing)
         self._began = 0.0
-        self._target: Any = bytearray(_FORM.size)
+        self._target: Any = bytearray(_SIZE)
         if file is not None:
             # The signal must not end the process once the launcher sees the file.
             self._stacks = stacks_file(file).open("w", encoding="utf-8")
@@ -153,7 +164,18 @@ class Heartbeat:
             self._write()
             file.write_bytes(self._target)
             with file.open("r+b") as opened:
-                self._target = mmap.mmap(opened.fileno(), _FORM.size)
+                self._target = mmap.mmap(opened.fileno(), _SIZE)
+            threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher of ours watches this process."""
+        return self._file is not None
+
+    @property
+    def step(self) -> int:
+        """The step the process is at, or the last one."""
+        return self._step
 
     @property
     def useful(self) -> float:
@@ -206,6 +228,11 @@ class Heartbeat:
         """Note that the state after a step has been handed over to be saved."""
         self._saved, self._saved_useful = step, self._useful()
         self._write()
+
+    def _live(self) -> None:
+        for count in itertools.count(1):
+            _ALIVE.pack_into(self._target, _FORM.size, count)
+            time.sleep(ALIVE_SECONDS)
 
     def _useful(self) -> float:
         return sum(self._seconds[doing] for doing in _OF_STEPS)

@@ -7,6 +7,7 @@ imports what it needs when called: some of their callers must not load JAX.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -40,6 +41,46 @@ def distributed_state() -> Any:
     from jax._src import distributed
 
     return distributed.global_state
+
+
+@contextmanager
+def ending_by(act: Callable[[], None]) -> Generator[None]:
+    """Let processes that connect inside end by a function if they lose the others, if possible."""
+    # JAX gives its client no callback, and passes it a status that Python cannot read, so that the
+    # call ends in std::terminate, whose handler can be chosen.
+    from jax._src import distributed
+
+    module: Any = distributed
+    create = getattr(getattr(module, "_jax", None), "get_distributed_runtime_client", None)
+    if create is None or not _set_terminate(act):
+        yield
+        return
+
+    def create_with_callback(*arguments: Any, **named: Any) -> Any:
+        try:
+            return create(*arguments, **named, missed_heartbeat_callback=lambda *_: act())
+        except TypeError:
+            return create(*arguments, **named)
+
+    with mock.patch.object(module._jax, "get_distributed_runtime_client", create_with_callback):
+        yield
+
+
+_handlers: list[Any] = []
+"""Functions that native code calls, which must not be collected."""
+
+
+def _set_terminate(act: Callable[[], None]) -> bool:
+    """Call a function where C++ would end the process; return whether that is possible."""
+    kind = ctypes.CFUNCTYPE(None)
+    try:
+        set_terminate: Any = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+    except (OSError, AttributeError):
+        return False
+    set_terminate.argtypes, set_terminate.restype = [kind], ctypes.c_void_p
+    _handlers.append(kind(act))
+    set_terminate(_handlers[-1])
+    return True
 
 
 def lower_priority_of_gloo() -> None:

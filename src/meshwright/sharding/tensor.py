@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import Setting, UserError
-from meshwright.program.dims.classes import DimClasses, LeafDims
+from meshwright.program.dims.classes import WEIGHTS, DimClasses, LeafDims
 from meshwright.program.dims.factors import DimFactor
 from meshwright.sharding.tensor_candidates import (
     Candidate,
     Pattern,
+    dims_with,
     find_candidates,
     parts_along,
     reduced_together,
@@ -74,14 +75,15 @@ def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
     """Choose at most one dim of every leaf for a tensor axis of this size.
 
     Candidates are considered in order of communication per parameter byte, cheapest first. The
-    candidates of repeated blocks are accepted or rejected together.
+    candidates of repeated blocks are accepted or rejected together. A class that is both dims of
+    a parameter, as in a residual branch of one layer, is sharded only if no other can be: every
+    product then sends its result.
     """
     if tensor_size == 1:
         return TensorChoice(1, {}, {})
-    search = _Search()
-    candidates = find_candidates(classes, tensor_size)
-    for group in _groups(candidates):
-        search.consider(group)
+    search = _search(find_candidates(classes, tensor_size))
+    if not any(classes.leaves[i].role in WEIGHTS for i in search.accepted):
+        search = _search(find_candidates(classes, tensor_size, square=True))
     splits = {name: candidate.splits[name] for name, candidate in search.by_class.items()}
     leaves = {
         leaf.path: _leaf_choice(classes, position, leaf, search, tensor_size)
@@ -89,6 +91,13 @@ def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
         if leaf.role != "batch"
     }
     return TensorChoice(tensor_size, leaves, splits)
+
+
+def _search(candidates: Iterable[Candidate]) -> _Search:
+    search = _Search()
+    for group in _groups(candidates):
+        search.consider(group)
+    return search
 
 
 def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
@@ -227,6 +236,8 @@ def _leaf_choice(
 def _role(leaf: LeafDims, dim: int, candidate: Candidate) -> TensorRole:
     if not leaf.is_kernel:
         return "follows"
+    if len(dims_with(leaf, candidate.splits)) > 1:
+        return "column"
     names = {factor.id for factor in leaf.dims[dim]} & candidate.splits.keys()
     if names & leaf.uses.get("lookup", frozenset()):
         return "vocabulary"

@@ -21,7 +21,7 @@ ObstacleKind = Literal["", "size", "recurrent", "inside", "attention", "blocked"
 """Why a candidate can never be used; empty if it can.
 
 - ``size``: its size is not a multiple of the axis.
-- ``recurrent``: it is two dims of one parameter.
+- ``recurrent``: it is two dims of one parameter, as in a recurrence or a residual branch.
 - ``inside``: it is an inner factor of a parameter's dim, which no PartitionSpec can express.
 - ``attention``: attention contracts it per head.
 - ``blocked``: an operation needs it whole.
@@ -94,14 +94,20 @@ def reductions_of(classes: DimClasses, name: int) -> frozenset[int]:
     return frozenset(id(event) for event in classes.events_of([name]) if event.kind != "spread")
 
 
-def find_candidates(classes: DimClasses, size: int) -> list[Candidate]:
-    """Return every candidate that has a kernel, in the order of the program's inputs."""
+def find_candidates(classes: DimClasses, size: int, *, square: bool = False) -> list[Candidate]:
+    """Return every candidate that has a kernel, in the order of the program's inputs.
+
+    Args:
+        classes: the program's classes.
+        size: the size of the tensor axis.
+        square: whether a class may be two dims of one parameter, of which the last is sharded.
+    """
     kernel_dims = [dim for leaf in classes.weights if leaf.is_kernel for dim in leaf.dims if dim]
     sizes = {factor.id: factor.size for dim in kernel_dims for factor in dim}
     single = [((name, size),) for name in sizes if name not in classes.batch]
     several = [tuple(splits.items()) for splits in _composites(classes, kernel_dims, size)]
     distinct = dict.fromkeys([*single, *several])
-    return [_candidate(classes, dict(splits), sizes, size) for splits in distinct]
+    return [_candidate(classes, dict(splits), sizes, size, square) for splits in distinct]
 
 
 def reduced_together(classes: DimClasses, dim: Dim) -> Dim:
@@ -138,14 +144,18 @@ def _composites(classes: DimClasses, dims: Iterable[Dim], size: int) -> Iterator
 
 
 def _candidate(
-    classes: DimClasses, splits: Mapping[int, int], sizes: Mapping[int, int], size: int
+    classes: DimClasses,
+    splits: Mapping[int, int],
+    sizes: Mapping[int, int],
+    size: int,
+    square: bool,
 ) -> Candidate:
     leaves = [(i, classes.leaves[i]) for i in classes.leaves_with(splits)]
     touched = [i for i, leaf in leaves if leaf.role in WEIGHTS]
     placed = {
         i: dim
         for i, leaf in leaves
-        if leaf.role != "batch" and (dim := _place(leaf, splits, size)) is not None
+        if leaf.role != "batch" and (dim := _place(leaf, splits, size, square)) is not None
     }
     return Candidate(
         classes=classes,
@@ -153,15 +163,15 @@ def _candidate(
         touched=tuple(touched),
         placed=placed,
         cost=classes.traffic(splits),
-        obstacle=_obstacle(classes, splits, sizes, touched),
+        obstacle=_obstacle(classes, splits, sizes, touched, square),
         pattern=_pattern(classes, splits, touched),
     )
 
 
-def _place(leaf: LeafDims, splits: Mapping[int, int], size: int) -> int | None:
+def _place(leaf: LeafDims, splits: Mapping[int, int], size: int, square: bool) -> int | None:
     dims = dims_with(leaf, splits)
-    fits = len(dims) == 1 and parts_along(leaf.dims[dims[0]], splits) == size
-    return dims[0] if fits else None
+    fits = (len(dims) == 1 or square) and parts_along(leaf.dims[dims[-1]], splits) == size
+    return dims[-1] if fits else None
 
 
 def dims_with(leaf: LeafDims, splits: Mapping[int, int]) -> list[int]:
@@ -170,10 +180,14 @@ def dims_with(leaf: LeafDims, splits: Mapping[int, int]) -> list[int]:
 
 
 def _obstacle(
-    classes: DimClasses, splits: Mapping[int, int], sizes: Mapping[int, int], touched: Sequence[int]
+    classes: DimClasses,
+    splits: Mapping[int, int],
+    sizes: Mapping[int, int],
+    touched: Sequence[int],
+    square: bool,
 ) -> ObstacleKind:
     leaves = [classes.leaves[i] for i in touched]
-    if any(len(dims_with(leaf, splits)) > 1 for leaf in leaves):
+    if not square and any(len(dims_with(leaf, splits)) > 1 for leaf in leaves):
         return "recurrent"
     if classes.inside_heads & splits.keys():
         return "attention"

@@ -91,7 +91,7 @@ def _obstacle(classes: DimClasses, leaf: LeafDims, candidate: Candidate, size: i
         case "recurrent":
             owner = _recurrent_leaf(candidate, leaf)
             whose = f" of {owner}" if owner else ""
-            return f"both dims{whose} are the same class (recurrent)"
+            return f"both dims{whose} are the same class (recurrent or residual)"
         case "inside":
             owner, dim = _owner(candidate, leaf)
             whose = "its dim" if owner is leaf else f"a dim of {owner.path}"

@@ -43,8 +43,7 @@ def with_average(
         return optimizer
 
     def init(params: Any) -> AveragedState:
-        # A copy: the step donates parameters and averages alike.
-        ema = jax.tree.map(lambda p: jnp.copy(p).astype(_at_least_float32(p)), params)
+        ema = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
         return AveragedState(optimizer.init(params), ema, jnp.zeros((), jnp.int32))
 
     @functools.wraps(optimizer.update)
@@ -81,7 +80,3 @@ def no_average() -> UserError:
         "the run keeps no moving average of its weights",
         fix=f"train with {Setting('training.ema_decay', 0.999)}",
     )
-
-
-def _at_least_float32(param: Any) -> Any:
-    return jnp.promote_types(param.dtype, jnp.float32)

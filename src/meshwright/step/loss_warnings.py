@@ -39,38 +39,43 @@ def changes_with_microbatches(
         plan: the plan.
         classes: the loss of one microbatch.
     """
-    count = plan.batch.gradient_accumulation_steps
-    if count == 1:
+    if plan.batch.gradient_accumulation_steps == 1:
         return []
     error = find_mixing(classes) or _undivided(loss, model_leaves, micro, plan, classes)
     statistics = any(leaf.variable == "BatchStat" for leaf in model_leaves.leaves)
     if error is None or not error.combines or (error.module and statistics):
         return []
-    staged = plan.size("pipe") > 1
+    return [no_mean_text(error, plan)]
+
+
+def no_mean_text(error: MixedSamplesError, plan: Plan) -> str:
+    """Say what the microbatches of a plan change for a loss that is no mean over samples."""
+    count, staged = plan.batch.gradient_accumulation_steps, plan.size("pipe") > 1
     key = "pipeline.num_microbatches" if staged else "training.gradient_accumulation_steps"
     where = f"in `{error.module}`, {error}" if error.module else str(error)
-    return [
+    return (
         f"the loss is not known to be a mean over samples ({where}), and a step has {count} "
         f"microbatches ({Setting(key, count)}): it is computed for each of them and averaged, "
         "which is another number. Return a mean over samples, or mw.Weighted(total, weight) of "
         f"sums over them; or write {Setting(key, 1)}"
-    ]
+    )
 
 
 def _undivided(
     loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan, classes: DimClasses
 ) -> MixedSamplesError | None:
-    """Return an error if a scalar loss is a sum over samples, for which it is traced twice more."""
+    """Return an error if a scalar loss is a sum over samples, for which it is traced once more."""
     if has_weight(classes):
         return None
     size = jax.tree.leaves(micro)[0].shape[0]
     compute = COMPUTE_DTYPES[plan.precision]
+    as_traced = plan.sharding.blocks != "scan" and plan.size("pipe") == 1
     try:
-        first, second = (
-            trace_loss(loss, model_leaves, resize_batch(micro, samples), compute)
-            for samples in (size, 2 * size)
+        first = (
+            classes if as_traced else dim_classes(trace_loss(loss, model_leaves, micro, compute))
         )
-        return mean_problem(dim_classes(first), dim_classes(second))
+        twice = trace_loss(loss, model_leaves, resize_batch(micro, 2 * size), compute)
+        return mean_problem(first, dim_classes(twice))
     except Exception:  # A model may refuse this number of samples in its own way.
         return None
 

@@ -94,7 +94,7 @@ class WarningsOnly(Tracker):
         """Warn at the user's line that started the run."""
         if kind == "warning" or (kind == "incident" and details.get("action") != "stop"):
             at = f" (step {step})" if step else ""
-            warnings.warn(f"{mask_text(message)}{at}", UserWarning, stacklevel=_levels_inside())
+            warnings.warn(f"{mask_text(message)}{at}", UserWarning, stacklevel=levels_inside())
 
 
 class Pace:
@@ -120,13 +120,13 @@ class Pace:
 
     def count(self, step: int) -> str:
         """Return ``120/500``, padded so that counts line up."""
-        if self.total_steps is None:
+        if self.total_steps is None or step > self.total_steps:
             return f"{step:>7}"
         width = len(str(self.total_steps))
         return f"{step:>{width}}/{self.total_steps}"
 
 
-def _levels_inside() -> int:
+def levels_inside() -> int:
     """Return the stack level of the first caller outside this package."""
     package = __name__.partition(".")[0]
     frame, level, deepest = inspect.currentframe(), 0, 0

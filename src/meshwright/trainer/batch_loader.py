@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jax.sharding import NamedSharding
 
-from meshwright.data.batches import read_batches
+from meshwright.data.batches import BatchForm, read_batches
 from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data
 from meshwright.processes import agree, process_count
@@ -19,6 +19,9 @@ from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.hooks import run_batch_hooks
 from meshwright.step.place_batch import local_rows, place_batch
 from meshwright.trainer.incidents.not_finite import MAX_IN_FLIGHT
+
+AHEAD = MAX_IN_FLIGHT + 1
+"""Batches that a process has in hand besides the next one: as far as others can run ahead of it."""
 
 Range = Sequence[int]
 """The first and the last of some batches, both included."""
@@ -33,6 +36,7 @@ class BatchLoader:
         sharding: sharding of every array of a batch.
         workers: processes that read ahead; 0 reads in threads of this process.
         prefetch: batches to read ahead.
+        like: the form of a global batch, which all must have; that of the first by default.
 
     Attributes:
         waited: seconds spent waiting for batches.
@@ -46,6 +50,7 @@ class BatchLoader:
         sharding: NamedSharding,
         workers: int = 0,
         prefetch: int = 4,
+        like: BatchForm | None = None,
     ) -> None:
         self.data = data
         self.waited = 0.0
@@ -53,10 +58,18 @@ class BatchLoader:
         self._sharding = sharding
         self._workers, self._prefetch = workers, prefetch
         self._rows = local_rows(sharding, batch_size)
+        own = batch_size if self._rows is None else len(self._rows)
+        self._like = None if like is None else like.with_samples(own)
 
     @contextmanager
-    def open(self, start: int, stop: int | None) -> Generator[Iterator[list[Any]]]:
-        """Iterate over the batches from step ``start`` on; reading ends with the block."""
+    def open(
+        self, start: int, stop: int | None, on_end: Callable[[int], object] = lambda _: None
+    ) -> Generator[Iterator[list[Any]]]:
+        """Iterate over the batches from step ``start`` on; reading ends with the block.
+
+        If the data end before ``stop``, ``on_end`` is called with the first batch that is missing,
+        early enough for all processes to agree to stop before it.
+        """
         loaded = load_batches(
             self.data,
             batch_size=self._batch_size,
@@ -67,12 +80,31 @@ class BatchLoader:
             prefetch=self._prefetch,
         )
         try:
-            yield self._placed(loaded, start)
+            yield self._placed(self._named(loaded, start, stop, on_end), start)
         finally:
             loaded.close()
 
-    def _placed(self, loaded: Iterator[Any], first: int) -> Iterator[list[Any]]:
-        batches = read_batches(loaded)
+    def _named(
+        self, loaded: Iterator[Any], first: int, stop: int | None, on_end: Callable[[int], object]
+    ) -> Iterator[Any]:
+        """Yield checked batches; an early end is told before the last ones are used."""
+        names = self.data.batch_name
+        batches = read_batches(loaded, self._like, lambda number: names(first + number))
+        if process_count() == 1 or not (self.data.has_every_batch and self.data.may_end):
+            yield from batches
+            return
+        in_hand: deque[Any] = deque()
+        end = first
+        for batch in batches:
+            end += 1
+            in_hand.append(batch)
+            if len(in_hand) > AHEAD:
+                yield in_hand.popleft()
+        if stop is None or end < stop:
+            on_end(end)
+        yield from in_hand
+
+    def _placed(self, batches: Iterator[Any], first: int) -> Iterator[list[Any]]:
         for number in itertools.count(first):
             started = time.perf_counter()
             batch = next(batches, None)
@@ -100,10 +132,16 @@ class BatchFeed:
     Args:
         loader: loads batches onto the devices.
         left_out: the batches that the run left out when it went back; kept up to date.
+        end_of_data: called with the last step that has a batch, if the data end in this process.
     """
 
-    def __init__(self, loader: BatchLoader, left_out: list[list[int]]) -> None:
-        self._loader = loader
+    def __init__(
+        self,
+        loader: BatchLoader,
+        left_out: list[list[int]],
+        end_of_data: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self._loader, self._end_of_data = loader, end_of_data
         self.left_out = left_out
         self._recent: deque[tuple[int, Any]] = deque(maxlen=MAX_IN_FLIGHT + 1)
         self._again: deque[tuple[int, Any]] = deque()
@@ -166,7 +204,11 @@ class BatchFeed:
     def _read_from(self, number: int, last: int | None) -> None:
         self._stack.close()
         self._ends = None if last is None else self.number(last + 1)
-        self._stream = self._stack.enter_context(self._loader.open(number, self._ends))
+
+        def tell(end: int) -> None:
+            self._end_of_data(end - count_batches(self.left_out))
+
+        self._stream = self._stack.enter_context(self._loader.open(number, self._ends, tell))
 
 
 def count_batches(ranges: Sequence[Range]) -> int:

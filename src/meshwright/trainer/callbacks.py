@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from meshwright.config.argument_checks import check_count, check_kind
+from meshwright.config.argument_checks import check_count, check_kind, clear_arguments
 from meshwright.errors import UserError
 from meshwright.runtime.other_names import formerly
 from meshwright.runtime.user_code import doing
@@ -127,6 +127,7 @@ class EarlyStopping(Callback):
             with "accuracy" in its name, and lower for any other.
     """
 
+    @clear_arguments("mw.EarlyStopping")
     def __init__(
         self,
         patience: int,

@@ -10,7 +10,8 @@ from typing import Any
 from meshwright.checkpoint import FOLDER
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import CheckpointStore, Saved, StateNotFinite
-from meshwright.errors import EnvironmentProblem, Setting
+from meshwright.data.contents import DataFingerprint, data_fingerprint
+from meshwright.errors import EnvironmentProblem
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.runtime.versions import package_versions
@@ -141,8 +142,8 @@ class BackgroundCheckpointer(Checkpointer):
             raise EnvironmentProblem(
                 f"the state after {counted(self._failed.step, 'step')} could not be saved",
                 why=self._failed.reason,
-                fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
-                "from the previous checkpoint",
+                fix=f"{self._failed.fix or 'free disk space'}, and resume from the previous "
+                "checkpoint",
             )
 
     def _raise_not_finite(self) -> None:
@@ -176,6 +177,7 @@ class RunMetadata:
         plan: its plan.
         progress: its progress.
         training: what it trains; see `CheckpointMetadata`.
+        run: which run it is; see `CheckpointMetadata`.
     """
 
     def __init__(
@@ -185,21 +187,28 @@ class RunMetadata:
         plan: Plan,
         progress: Progress,
         training: Mapping[str, Any],
+        run: str = "",
     ) -> None:
         assert asked.data is not None
-        self._data, self._progress, self.training = asked.data, progress, training
-        self.dataset = asked.data.fingerprint()
+        self._data, self._progress, self.training, self.run = asked.data, progress, training, run
+        self.dataset = data_fingerprint(asked.data, seed).text
         self._fixed = CheckpointMetadata(
             step=0,
             seed=seed,
             dataset=self.dataset,
+            num_samples=asked.data.num_samples,
             global_batch_size=plan.batch.global_batch_size,
             plan=plan.model_dump(mode="json"),
             config=asked.config,
             versions=package_versions(),
             processes=process_count(),
             training=training,
+            run=run,
         )
+
+    def data_like(self, saved: CheckpointMetadata) -> DataFingerprint:
+        """Return the fingerprint of the run's data, made as that of a checkpoint was."""
+        return data_fingerprint(self._data, saved.seed, saved.dataset)
 
     def at(self, step: int) -> CheckpointMetadata:
         """Return the metadata of a checkpoint after a step."""

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from meshwright.errors import EnvironmentProblem
+from meshwright.errors import EnvironmentProblem, Setting
 from meshwright.processes import TIMEOUT_SECONDS, gather, is_main, process_count, process_index
 from meshwright.runtime.interrupt import Interrupt
 from meshwright.runtime.jax_internals import distributed_state
 from meshwright.text.units import numbered
 from meshwright.trainer.callbacks import Callbacks
-from meshwright.trainer.run_progress import Stop, StopReason
+from meshwright.trainer.run_progress import ALL_DONE, Stop, StopReason
 
 POLL_SECONDS = 0.2
 """How often a thread looks whether another process asks to stop."""
+
+logger = logging.getLogger("meshwright.trainer")
 
 _numbers = itertools.count()
 
@@ -59,6 +62,11 @@ class Limits:
             return
         with self._together.listening():
             yield
+
+    def end_of_data(self, last: int) -> None:
+        """Note that this process has no batch after a step; all processes then stop there."""
+        if self._together is not None:
+            self._together.end_of_data(last)
 
     @property
     def urgent(self) -> bool:
@@ -110,6 +118,9 @@ class StopTogether:
     depend on the training loops, so they answer even while a loop waits for a step that another
     process has not begun.
 
+    A process whose data end asks in the same way, and the run ends after its last batch. It has as
+    many batches in hand as the others can run ahead of it, so none of them has begun a later step.
+
     Every process must make these objects in the same order: they meet under their number.
 
     Args:
@@ -126,6 +137,7 @@ class StopTogether:
         # Under the condition: the last step begun here, whether it has been published, and what
         # all have agreed on.
         self._begun = 0
+        self._end: int | None = None
         self._published = False
         self._last: int | None = None
         self._reason = ""
@@ -141,6 +153,14 @@ class StopTogether:
             self._closed.set()
             thread.join()
 
+    def end_of_data(self, last: int) -> None:
+        """Note that this process has no batch after a step, and begin none until all know it."""
+        text = "process %d has no batch after step %d: all processes stop there at the latest"
+        logger.warning(text, process_index(), last)
+        with self._changed:
+            self._end = last
+            self._check_end()
+
     def before_step(self, step: int) -> Stop | None:
         """Return why not to begin this step; None to begin it.
 
@@ -148,14 +168,26 @@ class StopTogether:
         """
         with self._changed:
             until = time.monotonic() + self._timeout
-            while self._published and self._last is None:
+            while (self._published or self._end is not None) and self._last is None:
                 if time.monotonic() > until:
                     raise self._not_agreed()
                 self._changed.wait(1.0)
+            self._check_end()
             if self._last is not None and step > self._last:
-                return Stop(StopReason.SIGNAL, self._reason)
+                return Stop(StopReason.SIGNAL, self._reason) if self._reason else ALL_DONE
             self._begun = step
         return None
+
+    def _check_end(self) -> None:
+        """Raise if others have begun steps, or agreed on some, for which this one has no batch."""
+        if self._end is None or self._last is None or self._end >= self._last:
+            return
+        raise EnvironmentProblem(
+            f"process {process_index()} has no batch for step {self._end + 1}",
+            why=f"the other processes have batches up to step {self._last}",
+            fix="give all processes the same number of batches, or write "
+            f"{Setting('training.steps', self._end)}",
+        )
 
     def _listen(self) -> None:
         try:
@@ -165,8 +197,10 @@ class StopTogether:
             with self._changed:
                 self._published = True
                 begun = self._begun
-            self._client.key_value_set(f"{self._prefix}/begun/{process_index()}", str(begun))
-            last = self._wait_for_others()
+                end = self._end
+            answer = json.dumps([begun, end])
+            self._client.key_value_set(f"{self._prefix}/begun/{process_index()}", answer)
+            last = self._wait_for_others(signalled=bool(reason))
         except RuntimeError:
             # The coordinator is gone, and so is the run.
             return
@@ -175,9 +209,12 @@ class StopTogether:
             self._changed.notify_all()
 
     def _wait_for_request(self) -> str | None:
-        """Return the reason to stop once a process has one; None if the run ends before."""
+        """Return the reason to stop once a process has one; None if the run ends before.
+
+        It is empty if the data of a process end.
+        """
         while not self._closed.wait(POLL_SECONDS):
-            if self._interrupt.reason:
+            if self._interrupt.reason or self._end is not None:
                 self._request(self._interrupt.reason)
             for _, text in self._client.key_value_dir_get(f"{self._prefix}/request"):
                 return json.loads(text)
@@ -191,12 +228,15 @@ class StopTogether:
             if "ALREADY_EXISTS" not in str(error):
                 raise
 
-    def _wait_for_others(self) -> int | None:
-        """Return the last step that any process has begun; None if the run ends before."""
+    def _wait_for_others(self, *, signalled: bool) -> int | None:
+        """Return the last step: begun by any, or with a batch in all; None if the run ends."""
         while not self._closed.wait(POLL_SECONDS / 10):
             texts = self._client.key_value_dir_get(f"{self._prefix}/begun")
             if len(texts) == process_count():
-                return max(int(text) for _, text in texts)
+                answers = [json.loads(text) for _, text in texts]
+                begun = max(begun for begun, _ in answers)
+                ends = [end for _, end in answers if end is not None]
+                return begun if signalled or not ends else max(begun, min(ends))
         return None
 
     def _not_agreed(self) -> EnvironmentProblem:
@@ -205,6 +245,6 @@ class StopTogether:
         absent = numbered("process", [n for n in range(process_count()) if n not in heard])
         return EnvironmentProblem(
             f"{absent} did not confirm within {self._timeout:g} s that it stops",
-            why="a signal asked all processes to stop after the same step",
+            why="all processes were asked to stop after the same step",
             fix=f"look at the output of {absent}",
         )

@@ -159,9 +159,9 @@ class Loop:
             if done == first:
                 self._prepare_evaluation()
                 # Logged alone: its time includes one-time work, such as filling caches.
-                self._log(done, metrics | self.rate.of_state(state), progress)
+                self._log(done, self._with_rate(metrics, state), progress)
             elif done % self.log_every == 0:
-                to_log = (done, metrics | self.rate.of_state(state))
+                to_log = (done, self._with_rate(metrics, state))
             if to_log is not None and self._evaluates(done):
                 # What is measured after a step follows what the step itself gave.
                 self._log(*to_log, progress)
@@ -174,8 +174,13 @@ class Loop:
         mark(Doing.WAITING)
         self.finite_check.look(done)
         if metrics is not None and done not in progress.losses:
-            self._log(done, metrics | self.rate.of_state(state), progress)
+            self._log(done, self._with_rate(metrics, state), progress)
         return state
+
+    def _with_rate(self, metrics: Any, state: TrainState) -> Any:
+        # Whatever computes on the devices of the mesh may have to wait for the step.
+        with self.heartbeat.during(Doing.WAITING):
+            return metrics | self.rate.of_state(state)
 
     def _prepare_evaluation(self) -> None:
         if self.evaluator is not None and self.evaluate_ahead:
@@ -199,6 +204,8 @@ class Loop:
         with self.heartbeat.during(Doing.WAITING):
             self.finite_check.look(step)
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            # On CPU meshes this waits for the devices, too, which is not this process's own work.
+            values |= self.rate.of_step(step - progress.skipped)
         with self.heartbeat.during(Doing.CALLBACKS):
             self._report(step, values, progress)
 
@@ -206,9 +213,7 @@ class Loop:
         values.pop(HALTED, None)
         if progress.skipped:
             values["skipped"] = values.get("skipped", 0.0) + progress.skipped
-        values |= self.rate.of_step(step - progress.skipped) | self.meter.read(
-            progress.step, self.feed.waited
-        )
+        values |= self.meter.read(progress.step, self.feed.waited)
         # Of the steps that were profiled, and so written once.
         values |= self.shares
         self.shares = {}

@@ -6,6 +6,7 @@ import atexit
 import fcntl
 import itertools
 import json
+import logging
 import os
 import shutil
 import socket
@@ -26,10 +27,14 @@ from meshwright.step.canonical import CanonicalState
 from meshwright.text.json_text import read_object
 from meshwright.text.units import counted, human_bytes
 
+logger = logging.getLogger("meshwright.trainer")
+
 FILE = "run.lock"
 _ATTEMPTS = 5
 _WRITING_SECONDS = 0.2
 """How long to wait for a lock file that is still empty: its process may be writing it."""
+_ABANDONED_SECONDS = 10.0
+"""How old a lock file without content is whose process does not write it any more."""
 
 
 @contextmanager
@@ -154,7 +159,9 @@ class RunLock:
 
     def acquire(self) -> None:
         """Create the lock file; raise if another run has the folder, or it cannot be written."""
-        problem = broadcast(_try_to_lock(self._path) if is_main() else "")
+        found: list[str] = []
+        _on_main(self._path.parent, lambda: found.append(_try_to_lock(self._path)))
+        problem = broadcast(found[0] if is_main() else "")
         if problem:
             _raise(self._path, problem)
         if is_main():
@@ -188,16 +195,40 @@ def _try_to_lock(path: Path) -> str:
         except FileExistsError:
             holder = read_object(path)
             if not holder:
-                time.sleep(_WRITING_SECONDS)
+                if not _replace_unreadable(path):
+                    time.sleep(_WRITING_SECONDS)
             elif not _is_stale(holder):
                 return _describe(holder)
             else:
                 _remove_stale(path, holder)
             continue
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(_this_process({"since": time.strftime("%Y-%m-%d %H:%M:%S")})))
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps(_this_process({"since": time.strftime("%Y-%m-%d %H:%M:%S")})))
+        except OSError:
+            # A lock without content, as on a full disk, would lock its own user out.
+            path.unlink(missing_ok=True)
+            raise
         return ""
-    return "an unknown process: the lock file cannot be read"
+    return f"an unknown process: {path.name} says nothing about it, or cannot be read"
+
+
+def _replace_unreadable(path: Path) -> bool:
+    """Remove a lock file that nobody has completed, and say so; False if it cannot be read."""
+    try:
+        path.read_bytes()
+        age = time.time() - path.stat().st_mtime
+    except OSError:
+        age = 0.0
+    if age < _ABANDONED_SECONDS:
+        return False
+    logger.warning(
+        "%s says nothing about its process, which ended before it had written it (a full disk?): "
+        "it is replaced",
+        path,
+    )
+    _remove_stale(path, {})
+    return True
 
 
 def _remove_stale(path: Path, holder: dict[str, Any]) -> None:

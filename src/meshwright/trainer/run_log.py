@@ -131,6 +131,19 @@ def failed_summary(
     }
 
 
+def typed_command(argv: Sequence[str]) -> list[str]:
+    """Return a process's arguments as one would type them; none for a notebook or ``python -c``."""
+    program, *words = argv or [""]
+    path = Path(program)
+    if path.name == "__main__.py":
+        return ["python", "-m", path.parent.name, *words]
+    if path.name == "meshwright":
+        return ["meshwright", *words]
+    if path.suffix == ".py" and "ipykernel" not in program:
+        return ["python", program, *words]
+    return []
+
+
 def describe_run(
     trainer: TrainerSettings,
     asked: FitSettings,
@@ -151,7 +164,7 @@ def describe_run(
         "name": trainer.run_name,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),
-        "command": mask_words(sys.argv),
+        "command": mask_words(typed_command(sys.argv)),
         "devices": describe_devices(mesh.devices),
         "mesh": dict(plan.mesh),
         "mesh_svg": mesh_svg(mesh),

@@ -23,7 +23,6 @@ from meshwright.trainer.programs import Programs, compile_step
 from meshwright.trainer.run_progress import ALL_DONE
 from meshwright.trainer.starting.continuing import Memory, restored_result
 from meshwright.trainer.starting.resume import find_resume_point
-from meshwright.trainer.starting.run_warnings import wrong_indices
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start, find_start
 from meshwright.trainer.trained.fit_result import FitResult
@@ -62,7 +61,8 @@ class Stepping:
             self.state = replace(self.state, halted=cleared(self.state.halted))
             if self.trainer.on_nonfinite != "skip":
                 bad = StepValues(self.done + 1, values["loss"], values["grad_norm"])
-                raise bad_step_error(bad, indices="; ".join(wrong_indices(assembled, batch)))
+                wrong = assembled.traced.wrong_indices(batch)
+                raise bad_step_error(bad, indices="; ".join(wrong))
             values["skipped"] = 1.0
         self.done += 1
         self.losses[self.done] = values["loss"]
@@ -120,7 +120,8 @@ class SteppingTrainer(TrainerSettings):
             start = find_start(self, alone, programs, self._memory.result)
             self._stepping = Stepping(self, programs, start, start.state(), start.steps)
             assembled = programs.assembled
-            for text in (*assembled.remarks, *wrong_indices(assembled, batch)):
+            wrong = assembled.traced.wrong_indices(batch)
+            for text in (*assembled.remarks, *wrong):
                 warnings.warn(text, stacklevel=2)
         return self._stepping(batch)
 

@@ -6,7 +6,6 @@ import inspect
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from meshwright.config.argument_checks import (
     check_kind,
     check_optimizer,
     check_path,
+    clear_arguments,
     wrong_kind,
 )
 from meshwright.config.base import SYNONYMS, shorten
@@ -33,7 +33,7 @@ from meshwright.config.schema import (
     ShardingConfig,
     TrackingConfig,
 )
-from meshwright.errors import ANY, UserError, did_you_mean
+from meshwright.errors import ANY, UserError
 from meshwright.inputs.checks import (
     check_kernels,
     check_loss,
@@ -171,47 +171,53 @@ _ELSEWHERE = {
 }
 """Settings of a config that have other names in Python."""
 
-
-class UnknownArgument(UserError, TypeError):
-    """An argument that a call does not take."""
+_SECTIONS = {
+    "sharding": ShardingConfig,
+    "pipeline": PipelineConfig,
+    "checkpoint": CheckpointConfig,
+    "tracking": TrackingConfig,
+}
+"""Arguments that take a config of their own."""
 
 
 def places_unknown(trainer: type[Kind]) -> type[Kind]:
     """Make a trainer class refuse arguments that it does not have, and say where they belong."""
     kind: Any = trainer
-    init = kind.__init__
-    own = [name for name in inspect.signature(init).parameters if name != "self"]
+    own = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
     of_fit = [name for name in inspect.signature(kind.fit).parameters if name != "self"]
-
-    @wraps(init)
-    def checked(self: Any, *args: Any, **given: Any) -> None:
-        for name in given:
-            if name not in own:
-                raise UnknownArgument(
-                    f"{trainer.__name__} has no argument {name}", fix=_place(name, own, of_fit)
-                )
-        init(self, *args, **given)
-
-    kind.__init__ = checked
+    kind.__init__ = clear_arguments(
+        trainer.__name__, lambda name, _: _place(name, own, of_fit, "when you train", "trainer.fit")
+    )(kind.__init__)
+    where = "when you make the trainer", f"mw.{trainer.__name__}"
+    for method in ("fit", "evaluate", "predict", "plan", "verify", "ledger"):
+        clear = clear_arguments(
+            f"trainer.{method}", lambda name, taken: _place(name, taken, own, *where)
+        )
+        setattr(kind, method, clear(getattr(kind, method)))
     return trainer
 
 
-def _place(name: str, own: Collection[str], of_fit: Collection[str]) -> str:
-    """Say where an argument belongs."""
+def _place(name: str, own: Collection[str], others: Collection[str], when: str, other: str) -> str:
+    """Say where an argument belongs; empty if nowhere.
+
+    Args:
+        name: the argument.
+        own: the arguments of what was called.
+        others: those of the other call of a training.
+        when: when that one is made.
+        other: how it is written.
+    """
     meant = SYNONYMS.get(name, name)
-    if name in of_fit:
-        return f"write it when you train: `trainer.fit(…, {name}={ANY})`"
+    if name in others:
+        return f"write it {when}: `{other}(…, {name}={ANY})`"
     if meant in _ELSEWHERE:
         return _ELSEWHERE[meant]
     if meant in own:
         return f"did you mean `{meant}`?"
-    if meant in of_fit:
-        return f"write it when you train: `trainer.fit(…, {meant}={ANY})`"
-    if name in ShardingConfig.model_fields:
-        return f"write sharding=mw.ShardingConfig({name}={ANY})"
-    if name in PipelineConfig.model_fields:
-        return f'write pipeline={{"{name}": {ANY}}}'
-    for section, config in (("checkpoint", CheckpointConfig), ("tracking", TrackingConfig)):
+    if meant in others:
+        return f"write it {when}: `{other}(…, {meant}={ANY})`"
+    for section, config in _SECTIONS.items():
         if name in config.model_fields:
-            return f"write `trainer.fit(…, {section}=mw.{config.__name__}({name}={ANY}))`"
-    return did_you_mean(name, own) or f"its arguments: {', '.join(own)}"
+            written = f"{section}=mw.{config.__name__}({name}={ANY})"
+            return f"write {written}" if section in own else f"write `{other}(…, {written})`"
+    return ""

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from meshwright.checkpoint.reader import RUN_ID
+from meshwright.data.batches import form_of
 from meshwright.data.document_marks import named_ends
 from meshwright.errors import (
     ANY,
@@ -26,6 +28,7 @@ from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, broadcast, process_count
 from meshwright.processes.handshake import compare_processes
 from meshwright.processes.library_messages import is_lost_peer
+from meshwright.processes.peers import explain_loss
 from meshwright.profile import NoProfiling, Profiling
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase, current_interrupt
@@ -64,8 +67,12 @@ from meshwright.trainer.starting.learning_rate import LearningRate, find_schedul
 from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
-from meshwright.trainer.starting.resume import ResumePoint, check_newest
-from meshwright.trainer.starting.run_warnings import no_rate_left, repeated_samples, wrong_indices
+from meshwright.trainer.starting.resume import ResumePoint, check_newest, run_id
+from meshwright.trainer.starting.run_warnings import (
+    no_rate_left,
+    over_sharded,
+    repeated_samples,
+)
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.fit_result import FitResult
@@ -114,7 +121,8 @@ class TrainingRun:
         self._progress = Progress()
         kept = asked.run_dir is not None or start.point is not None
         training = broadcast(training_facts(trainer, self._assembled)) if kept else {}
-        self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress, training)
+        run = "" if asked.run_dir is None else run_id(asked.run_dir, start.point)
+        self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress, training, run)
         self._restoring = Restoring(start, asked, self._assembled, self._form, self._metadata)
         _check_rewinding(trainer.on_nonfinite, asked)
         self._warnings = [
@@ -123,7 +131,8 @@ class TrainingRun:
             *start.remarks,
             *self._restoring.check(),
             *self._check_samples(),
-            *wrong_indices(self._assembled, batch),
+            *self._assembled.traced.wrong_indices(batch),
+            *self._check_sharding(),
             *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
         ]
@@ -158,7 +167,8 @@ class TrainingRun:
         config = dict(self._asked.config)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         written = {"config.yaml": text} if config else {}
-        return {**self._asked.files, **written, "plan.yaml": self._plan.to_yaml()}
+        own = {"plan.yaml": self._plan.to_yaml(), RUN_ID: f"{self._metadata.run}\n"}
+        return {**self._asked.files, **written, **own}
 
     def _run(self) -> FitResult:
         """Train; after a failure the checkpointer and the trackers are closed as well."""
@@ -208,6 +218,9 @@ class TrainingRun:
             checkpointer.abandon()
             if is_lost_peer(error):
                 own_heartbeat().report(lost_peer=True)
+                if lost := explain_loss():
+                    log.failed(progress, lost.what)
+                    raise lost from error
             log.failed(progress, first_line(error))
             if isinstance(error, OutOfMemory):
                 raise with_resuming(error, self._run_dir) from error.__cause__
@@ -227,6 +240,10 @@ class TrainingRun:
         return self._duration.total_steps(
             num_samples=self._data.num_samples, batch_size=self._plan.batch.global_batch_size
         )
+
+    def _check_sharding(self) -> list[str]:
+        leaves = self._assembled.model_leaves
+        return over_sharded(self._plan, leaves.num_parameters) if self._asked.recipe else []
 
     def _check_samples(self) -> list[str]:
         saves = self._run_dir is not None or self._restoring.point is not None
@@ -300,8 +317,10 @@ class TrainingRun:
             sharding=self._assembled.step.shardings.batch,
             workers=asked.workers,
             prefetch=asked.prefetch,
+            like=form_of(self._batch),
         )
-        feed, limits = BatchFeed(loader, self._progress.left_out), self._make_limits(interrupt)
+        limits = self._make_limits(interrupt)
+        feed = BatchFeed(loader, self._progress.left_out, limits.end_of_data)
         recovery = Recovery(
             trainer,
             feed=feed,

@@ -134,3 +134,8 @@ def test_a_pipeline_of_linen_modules_equals_running_them_in_sequence():
     for module in unbound.modules():
         value = module(value)
     np.testing.assert_allclose(unbound(x), value, rtol=1e-5)
+
+
+def test_a_relu_before_the_loss_is_warned_of(stage):
+    with pytest.warns(UserWarning, match="write relu=False in the spec of the last layer"):
+        Pipeline([stage], loss=lambda y, t: ((y - t) ** 2).mean(), example=jnp.ones((4, 8)))

@@ -27,7 +27,10 @@ SPECS = [
 
 
 __all__ = ["quick_compilation"]
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.filterwarnings("ignore:the output of the last layer passes a ReLU"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ def test_microbatches_of_such_losses_are_named(loss, named):
     found = {each.name: each.text for each in planned.report.mistakes}
     assert (MISTAKE in found) == named
     if named:
-        assert "sees the 16 samples of a microbatch, not the 64 of a step" in found[MISTAKE]
+        assert "a step has 4 microbatches (gradient_accumulation_steps=4)" in found[MISTAKE]
         assert planned.plan.batch.sync_gradients_every == 1
 
 

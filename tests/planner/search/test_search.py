@@ -8,7 +8,12 @@ from closed_form import GPT2_MEDIUM, GPT3, ClosedForm
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
-from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
+from meshwright.planner.estimate.estimate import (
+    TIE,
+    Estimate,
+    MemoryEstimate,
+    TimeEstimate,
+)
 from meshwright.planner.search.candidates import (
     REMATS,
     FixedSettings,
@@ -21,7 +26,7 @@ from meshwright.planner.search.candidates import (
     schedule_choices,
 )
 from meshwright.planner.search.obstacles import find_obstacle
-from meshwright.planner.search.search import TIE, rank, search
+from meshwright.planner.search.search import rank, search
 from meshwright.planner.search.what_if import what_ifs
 from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.text.units import human_seconds
@@ -204,6 +209,9 @@ class Sums:
     keeps_statistics: bool = False
     sample_mixing: MixedSamplesError | None = None
     tokens_per_sample: int = 1
+
+    def sharded_share(self, plan, axis):
+        return 1.0
 
     def estimate(self, plan, hardware):
         steps = plan.batch.gradient_accumulation_steps

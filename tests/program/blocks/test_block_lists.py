@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from program.programs import trace
 from program.rolling import check, scans
-from small_models import WIDTH, Residual, Residuals, square_loss, vectors
+from small_models import SAMPLES, WIDTH, Residual, Residuals, square_loss, vectors
 
 from meshwright.program.blocks.block_lists import find_block_lists, pattern_of
 from meshwright.program.blocks.to_scan import roll_program
@@ -136,7 +136,10 @@ class Layers(nnx.Module):
 
 def test_layers_of_different_shapes_are_not_blocks():
     assert lists(Layers) == []
-    assert remarks(Layers) == ("the modules `fc*` run different operations",)
+    assert remarks(Layers) == (
+        "the results of the modules `fc*` have different shapes: "
+        f"[{SAMPLES}, {2 * WIDTH}], [{SAMPLES}, {WIDTH}]",
+    )
 
 
 class Turns(nnx.Module):

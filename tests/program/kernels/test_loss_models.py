@@ -182,6 +182,7 @@ def test_gradients_of_fp16_are_scaled_before_they_are_computed():
     assert use.kernel == "recomputed"
 
 
+@pytest.mark.full
 def test_what_is_sent_belongs_to_the_same_modules_with_kernels():
     task = LanguageModeling(vocab_size=256, context_length=8)
     sizes = {"vocab_size": 256, "context_length": 8, "num_blocks": 1, "hidden_size": 16}

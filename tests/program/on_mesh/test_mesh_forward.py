@@ -189,7 +189,9 @@ def test_half_precision_gradients_are_summed_over_devices_in_float32():
     assert_close(assembled.canonical_params(gradients), plain, 2**-6)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("no", marks=FULL), "bf16"])
+# Blocks in a loop, recomputed one by one, are proven every day: test_layer_scans.py.
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_blocks_beside_a_loop_are_recomputed_like_those_in_it(precision):
     """Of five blocks of two kinds in turn, two pairs are rolled and one block is left over."""
     trainer = mw.Trainer(

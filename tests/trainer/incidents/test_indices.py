@@ -41,9 +41,9 @@ def masked_loss(model, batch):
     return mw.Weighted(losses.sum(where=y >= 0), (y >= 0).sum())
 
 
-def trainer(model=Lookup, loss=lookup_loss):
+def trainer(model=Lookup, loss=lookup_loss, **more):
     return mw.Trainer(
-        model=lambda rngs: model(rngs), loss=loss, optimizer=optax.sgd(0.1), mesh="data=8"
+        model=lambda rngs: model(rngs), loss=loss, optimizer=optax.sgd(0.1), mesh="data=8", **more
     )
 
 
@@ -65,6 +65,14 @@ def test_a_run_that_it_stops_names_the_index_and_so_does_replay(tmp_path):
     assert f"out of range: {LABEL}" in str(mw.replay(record, model=Lookup, loss=lookup_loss))
     with pytest.raises(NotFinite, match=r"`x` has the index 32 .* `table` looks it up among 32"):
         trainer().fit([batch(x=32)], steps=1)
+
+
+def test_a_later_batch_is_named_too_and_so_is_one_that_is_skipped(tmp_path):
+    with pytest.raises(NotFinite, match=re.escape(LABEL)):
+        trainer().fit([batch(), batch(y=99)], steps=2)
+    skipping = trainer(on_nonfinite="skip")
+    skipping.fit([batch(), batch(y=99), batch()], steps=3, run_dir=tmp_path, progress=False)
+    assert LABEL in (tmp_path / "events.jsonl").read_text()
 
 
 def test_what_gives_another_row_or_none_is_warned_about():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -45,6 +46,18 @@ class PipelineStage(nnx.Module):
         for layer, relu in zip(self.layers, self.relu, strict=True):
             x = nnx.relu(layer(x)) if relu else layer(x)
         return x
+
+
+def warn_of_relu(layers: Sequence[object]) -> None:
+    """Warn if a loss gets the output of a ReLU, which a `PipelineStage` has after every layer."""
+    last = layers[-1]
+    if not isinstance(last, PipelineStage) or not last.relu[-1]:
+        return
+    warnings.warn(
+        "the output of the last layer passes a ReLU before the loss: it is never negative, and "
+        "where it is 0, nothing is learned; write relu=False in the spec of the last layer",
+        stacklevel=3,
+    )
 
 
 def pipeline_forward(

@@ -24,6 +24,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.build import Device
 from meshwright.pipeline.by_hand import stage_checks as checks
 from meshwright.pipeline.by_hand.balance import balance, fewer_stages, timeline_of, unused_devices
+from meshwright.pipeline.by_hand.gpipe import warn_of_relu
 from meshwright.pipeline.by_hand.host import BatchRun
 from meshwright.pipeline.by_hand.layer_forms import (
     Layer,
@@ -114,6 +115,7 @@ class Pipeline:
         check_takes("loss", loss, ["output", "target"])
         checks.check_seed(seed)
         self._user_layers, self._devices = read_layers(stages), checks.read_devices(devices)
+        warn_of_relu(self._user_layers)
         self.schedule = checks.read_schedule(schedule, num_chunks)
         chunks = self.schedule.num_chunks
         most = len(self._user_layers) // chunks or 1

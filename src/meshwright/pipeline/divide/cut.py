@@ -24,7 +24,10 @@ from meshwright.program.trace.traced_loss import TracedLoss
 
 _FSDP, _TENSOR = Setting("mesh.fsdp"), Setting("mesh.tensor")
 
-BY_HAND = "define the stages yourself: mw.pipeline.Pipeline(stages=[…])"
+BY_HAND = (
+    "define the stages yourself: mw.pipeline.Pipeline(stages=[…]), whose layers, NNX or Linen, may "
+    "differ"
+)
 
 
 def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:

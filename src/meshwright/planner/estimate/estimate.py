@@ -17,6 +17,16 @@ MARGIN_WORDS = (
     "else"
 )
 
+TIE = 0.04
+"""Times of two plans that differ by less are equally good: about the error of estimates."""
+UNSEEN_SECONDS = 1e-3
+"""So are steps that differ by less: the host takes as long for each, which is not estimated."""
+
+
+def tied_with(seconds: float) -> float:
+    """Return the longest step that is as good as one of these seconds."""
+    return max(seconds * (1 + TIE), seconds + UNSEEN_SECONDS)
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -94,6 +104,7 @@ class TimeEstimate:
 
     Attributes:
         compute: kernels of one device, without waiting.
+        staging: what running the blocks in pipeline stages adds to that.
         traffic: what is sent, by mesh axis.
         bubble: seconds in which a device waits for other pipeline stages.
         flops: operations of one step on all devices, without recomputation.
@@ -105,6 +116,7 @@ class TimeEstimate:
     bubble: float = 0.0
     flops: float = 0.0
     peak_flops: float = 1.0
+    staging: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -114,7 +126,7 @@ class TimeEstimate:
     @property
     def step(self) -> float:
         """Seconds of one step."""
-        return self.compute + self.exposed + self.bubble
+        return self.compute + self.staging + self.exposed + self.bubble
 
     @property
     def mfu(self) -> float:

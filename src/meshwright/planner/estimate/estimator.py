@@ -147,6 +147,20 @@ class Estimator:
         """
         return self._estimate(_Case(plan, hardware, least_work(variant_of(plan, hardware))))
 
+    def sharded_share(self, plan: Plan, axis: str) -> float:
+        """Return how much of the training state an axis of a plan shards, from 0 to 1.
+
+        That is what a device is spared, relative to an axis that divides every dim. Below zero 3,
+        fsdp shards the optimizer's state alone.
+        """
+        mesh = {name: size for name, size in plan.mesh.items() if name != axis}
+        own = self._states.of(plan)
+        other = self._states.of(plan.model_copy(update={"mesh": mesh}))
+        held, whole = own.optimizer, other.optimizer
+        if axis != "fsdp" or plan.sharding.zero == 3:
+            held, whole = held + own.parameters, whole + other.parameters
+        return (1 - held / whole) / (1 - 1 / plan.size(axis)) if whole else 1.0
+
     def works(self, plan: Plan, hardware: Hardware) -> Works:
         """Return what the kernels of one microbatch do on a device, all stages together."""
         return self._works(_Case(plan, hardware, variant_of(plan, hardware)))
@@ -170,16 +184,17 @@ class Estimator:
         steps = plan.batch.gradient_accumulation_steps
         # Blocks are sharded over stages; the last stage also computes the loss.
         compute = steps * (in_loops / stages + outside)
-        bubble = 0.0
+        bubble = staging = 0.0
         if stages > 1:
             overheads = STAGE_OVERHEAD.value
-            compute *= overheads.get(_staged(plan)[0], overheads["1f1b"])
+            staging = compute * (overheads.get(_staged(plan)[0], overheads["1f1b"]) - 1)
             waits = share_of_waiting(*_staged(plan))
-            bubble = compute * waits / (1 - waits)
+            bubble = (compute + staging) * waits / (1 - waits)
         return TimeEstimate(
             compute=compute + update,
-            traffic=time_traffic(self._sent(case, state), plan, hardware, compute),
+            traffic=time_traffic(self._sent(case, state), plan, hardware, compute + staging),
             bubble=bubble,
+            staging=staging,
             flops=self._programs.flops_per_sample(plan.precision) * plan.batch.global_batch_size,
             peak_flops=chip.peak_of(DTYPES[plan.precision]) * hardware.count,
         )

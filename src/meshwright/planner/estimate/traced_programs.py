@@ -163,16 +163,18 @@ class GradientPrograms:
 
 def variant_of(plan: Plan, hardware: Hardware) -> Variant:
     """Return what the gradient program of a plan depends on, besides formats and blocks."""
-    sharding = plan.sharding
-    return Variant(
+    sharding, platform = plan.sharding, PLATFORMS[hardware.chip.platform]
+    variant = Variant(
         sharding.remat,
         # Whatever else is recomputed is the same with and without gathers.
         gathers=gathers_twice(plan) and sharding.remat == "none",
         # Joined or not, products are saved; what is recomputed is the same.
         rows=plan.size("tensor") == 1 or sharding.remat in ("dots", "full"),
         kernels=plan.kernels,
-        platform=PLATFORMS[hardware.chip.platform],
+        platform=platform,
     )
+    # What is in memory, which is all that these choices change much, is not predicted for CPUs.
+    return least_work(variant) if platform == "cpu" else variant
 
 
 def gathers_twice(plan: Plan) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from meshwright.mesh.axes import MESH_AXES, describe_sizes
 from meshwright.plan import Plan
-from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate
+from meshwright.planner.estimate.estimate import TIE, Estimate, MemoryEstimate
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 CATEGORIES = (
@@ -34,7 +34,8 @@ def time_parts(estimate: Estimate) -> dict[str, float]:
     """Return the seconds of a step by what they are spent on."""
     time = estimate.time
     sent = {f"{_SENT_OVER}{axis}": own.exposed_seconds for axis, own in time.traffic.items()}
-    return {"computing": time.compute, **sent, "pipeline bubble": time.bubble}
+    stages = {"overhead of stages": time.staging, "pipeline bubble": time.bubble}
+    return {"computing": time.compute, **sent, **stages}
 
 
 def kind_of_mesh(mesh: Mapping[str, int]) -> str:
@@ -115,13 +116,20 @@ def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -
             return f"slower than {name} with each microbatch and remat that fits"
         if ratio > -0.0005:
             return f"as fast as {name}, but less simple"
-        return f"{-ratio:.1%} faster than {name}, within the error of estimates, but less simple"
+        return f"{-ratio:.1%} faster than {name}, {within_error(other, best)}, but less simple"
     bound = "at least " if at_least else ""
     percent = f"{ratio:.0%}" if ratio >= 0.095 else f"{ratio:.1%}"
     own, usual = human_seconds(other.time.step), human_seconds(best.time.step)
     times = f" ({bound}{own} per step, not {usual})" if own != usual else ""
     name = describe_sizes(best.plan.mesh)
     return f"{bound}{percent} slower than {name}{times}" + (f": {text}" if text else "")
+
+
+def within_error(fast: Estimate, slow: Estimate) -> str:
+    """Return why a plan that is estimated to be faster is no better."""
+    if slow.time.step <= (1 + TIE) * fast.time.step:
+        return "within the error of estimates"
+    return "by less than the host takes for a step"
 
 
 def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:
@@ -155,7 +163,14 @@ def _cause(name: str) -> str:
     axis = name.removeprefix(_SENT_OVER)
     if axis in MESH_AXES:
         return f"of exposed {MESH_AXES[axis].sends}"
-    return {"computing": "computing", "pipeline bubble": "waiting in the pipeline"}[name]
+    return _CAUSES[name]
+
+
+_CAUSES = {
+    "computing": "computing",
+    "overhead of stages": "of what Meshwright's stages add to computing",
+    "pipeline bubble": "waiting in the pipeline",
+}
 
 
 def compare_plans(one: Estimate, other: Estimate) -> str:

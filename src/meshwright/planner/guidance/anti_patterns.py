@@ -11,17 +11,22 @@ from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_aro
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE
 from meshwright.mesh.axes import MODEL_AXES, describe_sizes
-from meshwright.plan import Plan
+from meshwright.plan import TINY_SHARD, Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
 from meshwright.planner.search.scaling import ScalingPoint, enough_devices
+from meshwright.step.loss_warnings import no_mean_text
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
 """Waiting is mentioned from this share of a step."""
-TINY_SHARD = 2**20
-"""Parameters on a device below which a mesh shards the model more than it needs to."""
+
+
+SLOW_FSDP, TENSOR_ACROSS = "fsdp over a slow network", "tensor parallelism across nodes"
+OVER_SHARDING = "over-sharding"
+OF_MESHES = frozenset({SLOW_FSDP, TENSOR_ACROSS, OVER_SHARDING})
+"""Mistakes of a mesh that was chosen by hand: a search has compared it with those advised."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,13 @@ def find_anti_patterns(
         "a batch that does not divide": _uneven_batch(estimate),
         "replicating a model that does not fit": _replicated(estimate, share),
         "forgetting optimizer state": _forgotten_state(estimate, share),
-        "fsdp over a slow network": _slow_fsdp(estimate),
-        "tensor parallelism across nodes": _tensor_across(estimate),
+        SLOW_FSDP: _slow_fsdp(estimate),
+        TENSOR_ACROSS: _tensor_across(estimate),
         "tensor parallelism where data parallelism fits": _tensor_for_nothing(estimate, better),
         "too few microbatches for the stages": _few_microbatches(estimate),
         "statistics of microbatches": _divided_statistics(estimator, estimate),
         "comparisons within microbatches": _divided_comparisons(estimator, estimate),
-        "over-sharding": _over_sharded(estimator, estimate),
+        OVER_SHARDING: _over_sharded(estimator, estimate),
     }
     return [AntiPattern(name, text) for name, text in found.items() if text]
 
@@ -166,35 +171,24 @@ def _more_microbatches(plan: Plan, enough: int) -> str:
 
 def _divided_statistics(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for models whose statistics depend on the batch."""
-    if not estimator.keeps_statistics:
+    batch = estimate.plan.batch
+    if not estimator.keeps_statistics or batch.gradient_accumulation_steps == 1:
         return ""
-    return _seen_by_parts(
-        estimate, "the model keeps statistics of samples, as BatchNorm does: they see"
+    return (
+        "the model keeps statistics of samples, as BatchNorm does: they see the "
+        f"{batch.micro_batch_size * batch.replicas} samples of a microbatch, not the "
+        f"{batch.global_batch_size} of a step, so that training differs. "
+        f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
     )
 
 
 def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> str:
     """Return what microbatches change for losses that compare samples, as contrastive ones do."""
-    mixing = estimator.sample_mixing
+    mixing, divided = estimator.sample_mixing, estimate.plan.batch.gradient_accumulation_steps > 1
     # What keeps statistics also mixes samples, and is named by itself.
-    if estimator.keeps_statistics or mixing is None or not mixing.combines:
+    if not divided or estimator.keeps_statistics or mixing is None or not mixing.combines:
         return ""
-    where = f" in `{mixing.module}`" if mixing.module else ""
-    return _seen_by_parts(
-        estimate, f"the loss is not a mean over samples{where}: {mixing}. It sees"
-    )
-
-
-def _seen_by_parts(estimate: Estimate, sees: str) -> str:
-    """Say that only a part of the batch is seen at once; empty if all of it is."""
-    batch = estimate.plan.batch
-    if batch.gradient_accumulation_steps == 1:
-        return ""
-    return (
-        f"{sees} the {batch.micro_batch_size * batch.replicas} samples of a microbatch, not the "
-        f"{batch.global_batch_size} of a step, so that training differs. "
-        f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits"
-    )
+    return no_mean_text(mixing, estimate.plan)
 
 
 def _uneven_batch(estimate: Estimate) -> str:

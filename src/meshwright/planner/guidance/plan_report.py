@@ -14,6 +14,7 @@ from meshwright.planner.estimate.estimate import MARGIN_WORDS, Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import compare_plans, microbatches_of, short_plan, too_large
 from meshwright.planner.guidance.anti_patterns import (
+    OF_MESHES,
     AntiPattern,
     find_anti_patterns,
     linear_scaling,
@@ -137,12 +138,16 @@ def make_report(
     fits_alone = alone(estimator, task).fits(task.memory_share)
     linear = linear_scaling(points)
     mistakes = find_anti_patterns(estimator, best, None, task.memory_share)
+    if not task.fixed.mesh:
+        mistakes = [each for each in mistakes if each.name not in OF_MESHES]
     return PlanReport(
         name=name,
         num_parameters=estimator.num_parameters,
         tokens_per_sample=tokens,
         result=result,
-        reasons=[reason_for(result, each, fits_alone=fits_alone) for each in result.plans],
+        reasons=[
+            reason_for(estimator, result, each, fits_alone=fits_alone) for each in result.plans
+        ],
         decision=explain_decision(estimator, result),
         mistakes=[*mistakes, *([linear] if linear else [])],
         comparison=[] if compared is None else _comparison(estimator, best, compared, task),
@@ -196,7 +201,7 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Pla
     chosen = ", ".join([short_plan(plan), *usual])
     margin = f" ({MARGIN_WORDS})" if best.memory.reserved else ""
     line = (
-        f"{setting}: {chosen}; {reason_for(result, best, fits_alone=fits)}; "
+        f"{setting}: {chosen}; {reason_for(estimator, result, best, fits_alone=fits)}; "
         f"{human_seconds(best.time.step)} per step and "
         f"{human_bytes(best.memory.total)} per device{margin}, estimated for {task.hardware}"
     )

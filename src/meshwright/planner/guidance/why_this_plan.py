@@ -8,27 +8,37 @@ from dataclasses import replace
 
 from meshwright.errors import Setting
 from meshwright.hardware import Hardware, load_chips
-from meshwright.mesh.axes import AXES, MESH_AXES, MODEL_AXES, describe_sizes
+from meshwright.mesh.axes import AXES, MESH_AXES, MODEL_AXES, PIPE, describe_sizes
+from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.estimate.words import slower_because
-from meshwright.planner.search.candidates import REMATS, PlanTask, Variant, make_candidate
-from meshwright.planner.search.obstacles import Rejection
+from meshwright.planner.estimate.words import slower_because, within_error
+from meshwright.planner.search.candidates import (
+    MOST_UNROLLED,
+    PlanTask,
+    first_variants,
+    make_candidate,
+)
+from meshwright.planner.search.obstacles import LEAST_SHARDED, Rejection
 from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.text.units import counted, human_bytes, human_seconds
 
+MOSTLY = 0.9
+"""The part of the training state from which an axis is said to shard all of it."""
 LOOKED_AT = 12
 """How many of the fastest meshes without an axis are searched to explain it."""
 
 
 def alone(estimator: Estimator, task: PlanTask) -> Estimate:
     """Return what a whole copy of the model needs on one device, with as little as possible."""
-    remat = REMATS[-1] if estimator.num_blocks else REMATS[0]
-    device = Hardware(chip=task.hardware.chip, count=1)
+    device, count = Hardware(chip=task.hardware.chip, count=1), estimator.num_blocks
     single = replace(task, hardware=device, global_batch_size=1, fixed=type(task.fixed)())
     sizes = dict.fromkeys(AXES, 1)
-    return estimator.estimate(make_candidate(single, sizes, Variant(remat), 1), device)
+    leanest = first_variants(single, sizes, count)[-1]
+    if count <= MOST_UNROLLED:
+        leanest = replace(leanest, blocks="unroll")
+    return estimator.estimate(make_candidate(single, sizes, leanest, 1), device)
 
 
 def explain_decision(estimator: Estimator, result: SearchResult) -> list[str]:
@@ -59,9 +69,12 @@ def fewer_devices(task: PlanTask, best: Estimate, points: Sequence[ScalingPoint]
         return ""
     own, whole = human_seconds(enough.estimate.time.step), human_seconds(best.time.step)
     are = "device is" if enough.num_devices == 1 else "devices are"
-    speed, not_whole = ("as fast as", "") if own == whole else ("faster than", f" not {whole},")
+    slower = enough.estimate.time.step > best.time.step
+    speed = "as fast as" if slower or own == whole else "faster than"
+    not_whole = "" if own == whole else f" not {whole},"
+    within = ", within the error of estimates" if slower and not_whole else ""
     return (
-        f"{enough.num_devices} {are} {speed} all {task.hardware.count}: {own} per step,"
+        f"{enough.num_devices} {are} {speed} all {task.hardware.count}{within}: {own} per step,"
         f"{not_whole} with the same global batch. {_plan_for(task, enough.estimate.hardware)}"
     )
 
@@ -102,8 +115,20 @@ def _axes(estimator: Estimator, result: SearchResult, *, fits: bool) -> Iterator
         yield _data(result.best, fits=fits)
     for axis in MODEL_AXES:
         if plan.size(axis) > 1:
-            does = f"{axis}={plan.size(axis)} {MESH_AXES[axis].does}"
-            yield f"{does}. {without(estimator, result, axis)}"
+            yield f"{does(estimator, plan, axis)}. {without(estimator, result, axis)}"
+
+
+def does(estimator: Estimator, plan: Plan, axis: str) -> str:
+    """Return what an axis of a plan does: how much it shards, if that is not all it could."""
+    size, what = plan.size(axis), MESH_AXES[axis].does
+    share = 1.0 if axis == PIPE else estimator.sharded_share(plan, axis)
+    if axis == "fsdp" and plan.sharding.zero < 3:
+        what = f"shards {'gradients and ' if plan.sharding.zero == 2 else ''}optimizer state"
+    if share < MOSTLY:
+        state = "the parameters" if axis == "tensor" else what.removeprefix("shards ")
+        amount = "nothing" if share < LEAST_SHARDED else f"{share:.0%}"
+        what = f"shards {amount} of {state}, whose other dims it does not divide"
+    return f"{axis}={size} {what}"
 
 
 def _data(best: Estimate, *, fits: bool) -> str:
@@ -189,24 +214,28 @@ def _tie(result: SearchResult, best: Estimate) -> Iterator[str]:
     gain = 1 - fastest.time.step / best.time.step
     if fastest is not best and gain > 0.0005:
         yield (
-            f"{describe_sizes(fastest.plan.mesh)} is estimated {gain:.1%} faster, which is "
-            "within the error of estimates, so the simpler plan is recommended."
+            f"{describe_sizes(fastest.plan.mesh)} is estimated {gain:.1%} faster, "
+            f"{within_error(fastest, best)}, so the simpler plan is recommended."
         )
 
 
-def reason_for(result: SearchResult, estimate: Estimate, *, fits_alone: bool) -> str:
+def reason_for(
+    estimator: Estimator, result: SearchResult, estimate: Estimate, *, fits_alone: bool
+) -> str:
     """Return in one sentence why a plan is recommended, or ranks where it does."""
-    best = result.best
+    best, fixed = result.best, result.task.fixed.mesh
     if estimate is not best:
         return slower_because(estimate, best)
     mesh = estimate.plan.mesh
     if not mesh:
         return "the only device"
     if set(mesh) == {"data"}:
-        return "data parallel: a whole copy fits on each device, and nothing is clearly faster"
+        faster = "as you asked" if "data" in fixed else "nothing is clearly faster"
+        return f"data parallel: a whole copy fits on each device, and {faster}"
     fastest = all(each.time.step >= best.time.step for each in result.plans)
     speed = "and is fastest" if fastest else "and nothing simpler is as fast"
     cause = speed if fits_alone else "because a whole copy does not fit on one device"
     used = [axis for axis in MODEL_AXES if axis in mesh]
-    does = " and ".join(f"{axis}={mesh[axis]} {MESH_AXES[axis].does}" for axis in used)
-    return f"{does}, {cause}"
+    if set(used) <= set(fixed):
+        cause = "as you asked"
+    return f"{' and '.join(does(estimator, estimate.plan, axis) for axis in used)}, {cause}"

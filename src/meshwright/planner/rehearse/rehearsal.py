@@ -275,13 +275,14 @@ def _times(
     )
     if rehearsal.measured is None:
         if time is not None and rehearsal.for_gpus:
-            own = time.compute + time.bubble + exposed
+            own = time.compute + time.staging + time.bubble + exposed
             yield Figure("step", own, "seconds", "modelled", time.step)
         elif time is not None:
             yield Figure("step", time.step, "seconds", "modelled")
         return
     compute = rehearsal.measured.compute_seconds
-    yield Figure("computing", compute, "seconds", "measured", time and time.compute)
+    expected = time and time.compute + time.staging
+    yield Figure("computing", compute, "seconds", "measured", expected)
     if alone or not ledger.axes:
         source: Source = "measured + modelled" if alone else "measured"
         yield Figure("step", compute + exposed, "seconds", source, time and time.step)

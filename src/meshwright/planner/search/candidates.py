@@ -152,7 +152,9 @@ def first_variants(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[Varian
     one by one is decided for the best plan.
     """
     fixed = task.fixed
-    remats = (fixed.remat,) if fixed.remat else REMATS if num_blocks else REMATS[:1]
+    # On CPUs no memory is predicted that recomputing would save.
+    saves = num_blocks and task.hardware.chip.platform != "cpu"
+    remats = (fixed.remat,) if fixed.remat else REMATS if saves else REMATS[:1]
     blocks = fixed.blocks or ("scan" if num_blocks else "unroll")
     schedule, chunks = next(iter(schedule_choices(task, sizes, num_blocks)), (None, 1))
     return [Variant(remat, blocks, schedule=schedule, num_chunks=chunks) for remat in remats]

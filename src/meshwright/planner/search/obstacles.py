@@ -19,12 +19,15 @@ from meshwright.planner.search.candidates import (
     Sizes,
     Variant,
     first_variants,
+    make_candidate,
     micro_batch_sizes,
 )
 from meshwright.text.units import counted
 
 Kind = Literal["blocks", "division", "topology", "batch", "memory", "slower"]
 """What a mesh is rejected for."""
+LEAST_SHARDED = 0.02
+"""The part of the training state below which an axis counts as sharding nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def find_obstacle(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejecti
         _topology(task, sizes),
         _batch(task, sizes, estimator.num_blocks),
     )
-    return next(filter(None, checks), None)
+    return next(filter(None, checks), None) or _undivided(estimator, task, sizes)
 
 
 def _blocks(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
@@ -131,6 +134,19 @@ def _batch(task: PlanTask, sizes: Sizes, num_blocks: int) -> Rejection | None:
     own = batch // replicas
     reason = f"the {own} samples of each replica do not allow {_asked(task, variant)}"
     return _rejected(sizes, "batch", reason + _dividing(task, own))
+
+
+def _undivided(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
+    """Refuse an fsdp axis that divides no dim: it would cost what it saves nothing for."""
+    size = sizes["fsdp"]
+    if size == 1 or "fsdp" in task.fixed.mesh:
+        return None
+    variant = first_variants(task, sizes, estimator.num_blocks)[0]
+    plan = make_candidate(task, sizes, variant, micro_batch_sizes(task, sizes, variant)[-1])
+    if estimator.sharded_share(plan, "fsdp") > LEAST_SHARDED:
+        return None
+    reason = f"fsdp={size} shards nothing: it does not divide the dims of the parameters"
+    return _rejected(sizes, "division", reason)
 
 
 def _dividing(task: PlanTask, own: int) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
 from meshwright.hardware import Hardware
-from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.estimate import Estimate, tied_with
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import FixedSettings, PlanTask, Sizes, all_sizes
-from meshwright.planner.search.search import TIE, SearchResult, search
+from meshwright.planner.search.search import SearchResult, search
 
 MOST_POINTS = 6
 
@@ -64,15 +65,15 @@ def _point(count: int, best: Estimate | None, fewest: Estimate | None, tokens: i
 
 
 def enough_devices(points: Sequence[ScalingPoint]) -> ScalingPoint | None:
-    """Return the fewest devices that are as fast as any number; None if all of them are needed.
+    """Return the fewest devices that tie with the fastest number; None if all are needed.
 
     Args:
         points: the curve, up to all devices.
     """
-    *fewer, whole = points
-    fastest = max(point.tokens_per_second for point in points)
-    needed = max(whole.tokens_per_second, fastest / (1 + TIE))
-    return next((point for point in fewer if point.tokens_per_second >= needed), None)
+    steps = [point.estimate.time.step if point.estimate else math.inf for point in points]
+    most = tied_with(min(steps))
+    fewer = zip(points[:-1], steps, strict=False)
+    return next((point for point, step in fewer if step <= most), None)
 
 
 def device_counts(total: int, per_node: int) -> list[int]:

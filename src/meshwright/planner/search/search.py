@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from meshwright.config.schema import Remat
-from meshwright.planner.estimate.estimate import Estimate
+from meshwright.mesh.axes import MODEL_AXES
+from meshwright.planner.estimate.estimate import Estimate, tied_with
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import slower_because, slower_by_memory, too_large
 from meshwright.planner.search.candidates import (
@@ -32,9 +33,6 @@ from meshwright.planner.search.obstacles import (
 )
 from meshwright.runtime.activity import activity
 
-TIE = 0.04
-"""Meshes whose times are closer than this, about the error of estimates, are equally good, and the
-simpler one is preferred."""
 COMPARED = 3
 """How many meshes are compared with blocks that run one by one, at least."""
 
@@ -203,7 +201,7 @@ class _Search:
             times = sorted(each.time.step for each in found)
             # A simpler mesh that ties with the best is looked for beyond the number to rank.
             full = len(found) >= self.top
-            limit = max(times[self.top - 1], times[0] * (1 + TIE)) if full else math.inf
+            limit = max(times[self.top - 1], tied_with(times[0])) if full else math.inf
             self.show_progress(f"{len(self.known):,} estimated")
             promising = bound.time.step * BOUND_SLACK <= limit
             promising = promising and not self._large(bound, sizes)
@@ -342,18 +340,24 @@ def rank(found: Sequence[Estimate]) -> list[Estimate]:
     ordered = sorted(found, key=lambda estimate: estimate.time.step)
     if not ordered:
         return []
-    limit = ordered[0].time.step * (1 + TIE)
+    limit = tied_with(ordered[0].time.step)
     tied = [estimate for estimate in ordered if estimate.time.step <= limit]
     first = min(tied, key=lambda estimate: (complexity(estimate), estimate.time.step))
     return [first, *(estimate for estimate in ordered if estimate is not first)]
 
 
 def complexity(estimate: Estimate) -> tuple[int, ...]:
-    """Return what makes a plan less simple, the most important first."""
+    """Return what makes a plan less simple, the most important first.
+
+    That is what it divides: the blocks, the layers, the training state, or the samples alone. Then
+    how many nodes hold a copy of the model: beyond them, copies need only exchange gradients.
+    """
     plan = estimate.plan
     return (
         plan.size("pipe") > 1,
         plan.size("tensor") > 1,
+        plan.size("fsdp") > 1,
+        nodes_of_copy(estimate),
         len(plan.mesh),
         plan.sharding.remat != "none",
         plan.size("pipe"),
@@ -361,6 +365,12 @@ def complexity(estimate: Estimate) -> tuple[int, ...]:
         plan.size("fsdp"),
         plan.batch.gradient_accumulation_steps,
     )
+
+
+def nodes_of_copy(estimate: Estimate) -> int:
+    """Return over how many nodes a copy of the model is sharded."""
+    shards = math.prod(estimate.plan.size(axis) for axis in MODEL_AXES)
+    return math.ceil(shards / estimate.hardware.devices_per_node)
 
 
 def _slower(estimate: Estimate, task: PlanTask, best: Estimate, *, at_least: bool) -> Rejection:

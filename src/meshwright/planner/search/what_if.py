@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.mesh.axes import AXES, describe_sizes
-from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.estimate import Estimate, tied_with
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import PlanTask, Sizes
-from meshwright.planner.search.search import TIE, SearchResult, search
+from meshwright.planner.search.search import SearchResult, search
 from meshwright.text.units import human_bytes, human_seconds
 
 FACTORS = (1.5, 2.0, 4.0)
@@ -90,7 +90,7 @@ def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Est
         return None
     mesh = {axis: result.best.plan.size(axis) for axis in AXES}
     own = search(estimator, task, top=1, meshes=[mesh]).plans
-    limit = (1 + TIE) * plans[0].time.step
+    limit = tied_with(plans[0].time.step)
     return own[0] if own and own[0].time.step <= limit else plans[0]
 
 

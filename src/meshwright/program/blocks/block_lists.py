@@ -135,7 +135,21 @@ def why_no_list(eqns: Sequence[Equation]) -> str | None:
         if a[1] > b[0]:
             first, second = longest.elements[index : index + 2]
             return f"`{first}` of `{longest.path}` runs again after `{second}` has started"
-    return f"the modules `{longest.path}` run different operations"
+    return _what_differs(eqns, longest)
+
+
+def _what_differs(eqns: Sequence[Equation], blocks: BlockList) -> str:
+    """Say whether modules run different operations, or the same ones on different shapes."""
+    runs = [eqns[start:stop] for start, stop in blocks.ranges]
+    if len({tuple(eqn.primitive for eqn in run) for run in runs}) > 1:
+        return f"the modules `{blocks.path}` run different operations"
+    results = [list(aval_of(run[-1].outvars[0]).shape) for run in runs]
+    known = list(dict.fromkeys(map(str, results)))
+    if len(known) == 1:
+        return f"the modules `{blocks.path}` run the same operations on different shapes"
+    return (
+        f"the results of the modules `{blocks.path}` have different shapes: {', '.join(known[:4])}"
+    )
 
 
 def _candidates(eqns: Sequence[Equation]) -> list[BlockList]:

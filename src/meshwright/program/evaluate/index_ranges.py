@@ -31,33 +31,6 @@ _ENTERED = CALLS | CUSTOM_DERIVATIVES | REMATS
 
 
 @dataclass(frozen=True)
-class IndexOutOfRange:
-    """An index of a batch with which nothing can be looked up.
-
-    Attributes:
-        leaf: the number of the batch's array that has it.
-        index: the index.
-        row: the sample, as a row of the batch.
-        size: how many rows can be looked up.
-        module: where it is looked up; empty for the loss outside of modules.
-    """
-
-    leaf: int
-    index: int
-    row: int
-    size: int
-    module: str
-
-    def text(self, name: str) -> str:
-        """Return it as a sentence about the array of this name."""
-        where = f"`{self.module}`" if self.module else "the loss"
-        return (
-            f"`{name}` has the index {self.index} (row {self.row} of the batch), and {where} looks "
-            f"it up among {self.size}: 0 to {self.size - 1}"
-        )
-
-
-@dataclass(frozen=True)
 class _Known:
     """Where integers come from: an array of the batch, or counting from zero.
 
@@ -74,20 +47,21 @@ class _Known:
     columns: tuple[_Known | None, ...] = ()
 
 
-def indices_out_of_range(
-    closed: ClosedJaxpr, batch: Sequence[Any], *, negative: bool = True
-) -> list[IndexOutOfRange]:
-    """Return the lookups of a program whose indices, taken from a batch, are out of range.
+def wrong_indices(
+    closed: ClosedJaxpr, batch: Sequence[Any], names: Sequence[str], *, negative: bool
+) -> list[str]:
+    """Say which indices of a batch, with which a program looks something up, are out of range.
 
     Args:
         closed: a program whose last inputs are the leaves of a batch.
         batch: the arrays of the batch.
-        negative: also return those below zero, which often mark what a loss masks.
+        names: their names.
+        negative: also name those below zero, which often mark what a loss masks.
     """
     lookups: dict[tuple[int, int, str], None] = {}
     inputs: list[_Known | None] = [None] * (len(closed.jaxpr.invars) - len(batch))
     _walk(closed.jaxpr, [*inputs, *(_Known(n) for n in range(len(batch)))], lookups)
-    found: list[IndexOutOfRange] = []
+    found: list[str] = []
     for leaf, size, module in lookups:
         values = np.asarray(batch[leaf])
         if values.dtype.kind not in "iu" or not values.size:
@@ -95,7 +69,11 @@ def indices_out_of_range(
         for flat in (int(values.argmax()), int(values.argmin()))[: 1 + negative]:
             index, row = int(values.flat[flat]), flat * len(values) // values.size
             if not -size <= index < size:
-                found.append(IndexOutOfRange(leaf, index, row, size, module))
+                found.append(
+                    f"`{names[leaf]}` has the index {index} (row {row} of the batch), and "
+                    f"{f'`{module}`' if module else 'the loss'} looks it up among {size}: 0 to "
+                    f"{size - 1}"
+                )
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import (
     Atom,
+    ClosedJaxpr,
     Equation,
     Literal,
     Numerics,
@@ -67,9 +68,57 @@ class RowwiseKernel:
             gradients = zip(pullback(cotangent), operands, strict=True)
             return tuple(gradient.astype(x.dtype) for gradient, x in gradients)
 
-        run.defvjp(forward, backward)
         operands = [env.read(v) for v in match.activations]
-        return [run(*operands, *(env.in_param_dtype(v) for v in match.vectors))]
+        operands += [env.in_param_dtype(v) for v in match.vectors]
+        if mesh.planned_for is not None:
+            same = (_structure(match), *half, mesh.num_auto, type(numerics))
+            forward, backward = _traced_once(forward, same), _traced_once(backward, same)
+        run.defvjp(forward, backward)
+        return [run(*operands)]
+
+
+_TRACED: dict[Any, tuple[ClosedJaxpr, Any]] = {}
+"""Parts of programs that are planned for, by what they depend on: blocks have the same ones."""
+
+
+def _traced_once(function: Callable[..., Any], same: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a function that is traced once for all that are the same.
+
+    Scopes are those of the first one, so what will run is not made this way.
+    """
+
+    def run(*arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arguments)
+        key = (function.__name__, same, tree, *((x.shape, x.dtype) for x in leaves))
+        if key not in _TRACED:
+            closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+            _TRACED[key] = closed, jax.tree.structure(shapes)
+        closed, results = _TRACED[key]
+        found = Evaluator().run(closed, leaves)
+        return jax.tree.unflatten(results, found)
+
+    return run
+
+
+def _structure(match: RowwiseMatch) -> tuple[Any, ...]:
+    """Return what two matches have in common that compute the same from the same inputs."""
+    inputs = (*match.activations, *match.vectors)
+    numbers: dict[Var, int] = {v: number for number, v in enumerate(inputs)}
+
+    def name(atom: Atom) -> Any:
+        if isinstance(atom, Literal):
+            return str(atom.val), str(aval_of(atom))
+        return numbers.setdefault(atom, len(numbers)), str(aval_of(atom))
+
+    computed = [
+        (
+            eqn.primitive.name,
+            str(sorted(eqn.params.items(), key=lambda item: item[0])),
+            *map(name, (*eqn.invars, *eqn.outvars)),
+        )
+        for eqn in match.eqns
+    ]
+    return (*computed, name(match.output))
 
 
 def _evaluate(

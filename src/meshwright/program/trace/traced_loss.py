@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.errors import UserError
+from meshwright.program.evaluate.index_ranges import wrong_indices
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.layout import Layout, stacked_layout
@@ -110,6 +111,11 @@ class TracedLoss:
         """Positions of the written parameters among the parameter leaves."""
         params = self.layout.numbers("param")
         return [params.index(number) for number in self.written]
+
+    def wrong_indices(self, batch: Batch, *, negative: bool = False) -> list[str]:
+        """Say which indices of a batch are out of range; those below zero only if asked."""
+        names = [leaf.path for leaf in self.batch]
+        return wrong_indices(self.closed, jax.tree.leaves(batch), names, negative=negative)
 
     def read_outputs(self, outputs: Sequence[Any]) -> LossValue:
         """Return the program's outputs by name."""

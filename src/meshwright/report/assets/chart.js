@@ -80,7 +80,19 @@ class LineChart {
     drawn.push(s("path", { class: look, d: this.path(amount > 0 ? smoothed(points, amount) : points),
       "data-run": curve.run, "data-split": curve.split }));
     const dots = evaluation || points.length === 1 ? points.filter(([, y]) => this.isDrawable(y)) : [];
-    return drawn.concat(dots.map(([x, y]) => this.dot(curve, x, y, 3)));
+    // Of equal curves, each leaves gaps through which those below are seen.
+    if (curve.below) drawn.at(-1).style.strokeDasharray = `14 ${14 * (2 ** curve.below - 1)}`;
+    const cut = points.filter(([, y]) => this.isDrawable(y) && this.scales.isBeyond(y));
+    return drawn.concat(dots.map(([x, y]) => this.dot(curve, x, y, 3)),
+      cut.length ? this.cutMark(curve, cut) : []);
+  }
+
+  // What is higher than the axis is drawn at its top edge: say how high it is.
+  cutMark(curve, points) {
+    const [x, y] = points.reduce((a, b) => (b[1] > a[1] ? b : a));
+    const onTheRight = this.scales.x(x) > this.plot.clientWidth / 2;
+    return s("text", { class: `cut c${curve.color} ${onTheRight ? "end" : ""}`, x: this.scales.x(x) + (onTheRight ? -6 : 6), y: MARGIN.top + 10 },
+      `↑ ${this.say(y)}${points.length > 1 ? `, ${points.length} values` : ""}, cut`);
   }
 
   dot(curve, x, y, radius) {
@@ -209,6 +221,7 @@ function makeScales(xs, heights, width, { log, zero }) {
     x: (value) => MARGIN.left + (right === left ? across / 2 : ((value - left) / span) * across),
     // Values outside the axis are drawn at its edge.
     y: (value) => MARGIN.top + down * (1 - Math.min(Math.max(((log ? Math.log10(value) : value) - low) / (high - low), 0), 1)),
+    isBeyond: (value) => (log ? Math.log10(value) : value) > high,
     invert: (pixel) => left + ((pixel - MARGIN.left) / across) * span,
   };
 }

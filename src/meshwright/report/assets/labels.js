@@ -47,10 +47,18 @@ function differences(runs) {
   return runs.map((run) => parts.slice(0, MOST_SETTINGS).map((part) => part(run)).join(", "));
 }
 
+// What runs are compared by: the loss on held-out data if all have one.
+function bestLoss(runs) {
+  return [evalLoss, finalLoss].find((loss) => runs.every((run) => isNumber(loss(run))));
+}
+
 function labelled(runs) {
+  const loss = runs.length > 1 ? bestLoss(runs) : undefined;
+  const losses = loss ? runs.map(loss) : [];
+  const [lowest, highest] = [Math.min(...losses), Math.max(...losses)];
   const names = new Set(runs.map((run) => run.name)).size === runs.length ? runs.map((run) => run.name) : runs.map((run) => run.path);
   const said = differences(runs);
   const alike = (text) => said.filter((other) => other === text).length > 1;
-  return runs.map((run, index) => ({ ...run, color: index % COLORS,
+  return runs.map((run, index) => ({ ...run, color: index % COLORS, best: lowest < highest && losses[index] === lowest,
     label: !said[index] ? names[index] : alike(said[index]) ? `${said[index]} (${names[index]})` : said[index] }));
 }

@@ -65,15 +65,18 @@ function evalLoss(run) {
   return run.result?.eval_loss ?? newest(run, "eval", "loss");
 }
 
+// result.json knows the last attempt only.
+const wholeTime = (run) => run.seconds ?? run.result?.seconds;
+
 const FACTS = [
   ["Status", (run) => status(run).text],
   ["Started", (run) => (run.facts.started ? moment(run.facts.started) : "")],
   ["Resumed", (run) => (run.facts.resumed || []).map(moment).join("; ")],
   ["Steps", (run) => number(stepsDone(run))],
-  ["Time", (run) => seconds(run.result?.seconds)],
+  ["Time", (run) => seconds(wholeTime(run))],
   ["Goodput", (run) => percent(run.result?.goodput)],
   ["Attempts", (run) => (run.result?.attempts > 1 ? number(run.result.attempts) : "")],
-  ["First loss", (run) => number(run.result?.first_loss ?? curveOf(run, "train", "loss")?.points[0]?.[1])],
+  ["First loss", (run) => number(curveOf(run, "train", "loss")?.points[0]?.[1] ?? run.result?.first_loss)],
   ["Final loss", (run) => number(finalLoss(run))],
   ["Loss on held-out data", (run) => number(evalLoss(run))],
   ["Incidents", incidentsText],
@@ -95,7 +98,7 @@ const FACTS = [
   ["Seed", (run) => run.facts.seed],
   ["FLOPs per step", (run) => count(run.facts.flops_per_step)],
   ["Versions", (run) => Object.entries(run.facts.versions).map(([name, value]) => `${name} ${value}`).join(", ")],
-  ["Command", (run) => [run.facts.command].flat().join(" ")],
+  ["Command", (run) => [run.facts.command].flat().map(quoted).join(" ")],
   ["Folder", (run) => run.path],
 ];
 
@@ -104,7 +107,7 @@ function tiles(run) {
     ["Final loss", number(finalLoss(run))],
     ["Held-out loss", number(evalLoss(run))],
     ["Steps", number(stepsDone(run))],
-    ["Time", seconds(run.result?.seconds)],
+    ["Time", seconds(wholeTime(run))],
     ["Tokens/s", count(usual(run, "tokens_per_second"))],
     ["Samples/s", count(usual(run, "samples_per_second"))],
     ["Per step", seconds(usual(run, "step_seconds"))],
@@ -118,8 +121,10 @@ function tiles(run) {
 
 function factsSection(runs) {
   const samples = runs.filter((run) => run.result?.sample);
+  const how = runs.some((run) => run.best) ? `The best run has the lowest loss ${bestLoss(runs) === evalLoss ? "on held-out data" : "in training"}.` : "";
   return [
     runs.length === 1 ? guarded(() => tiles(runs[0])) : null,
+    how ? h("p", { class: "note above" }, how) : null,
     runs.length === 1 ?
       h("details", {}, h("summary", {}, "All details"), sideBySide("Summary of the run", runs, FACTS)) :
       sideBySide("Summary of the runs", runs, FACTS),
@@ -136,16 +141,34 @@ function metricsOf(runs) {
   return found.sort((a, b) => rank(a) - rank(b));
 }
 
+// The value of a metric that never changes; undefined if it does, or has a single point.
+function constantOf(runs, metric) {
+  const points = runs.flatMap((run) => run.curves.filter((curve) => curve.metric === metric).flatMap((curve) => curve.points));
+  const same = points.every(([, y]) => y === points[0][1]) && isNumber(points[0]?.[1]);
+  return same && metric !== "loss" && (points.length > 1 || metric === "eval_samples") ? points[0][1] : undefined;
+}
+
+// Counts the curves with the same points before each, which it would hide; returns whose they are.
+function markEqual(curves) {
+  const groups = grouped(curves, (curve) => [curve.split, curve.points]).filter((group) => group.length > 1);
+  groups.forEach((group) => group.forEach((curve, index) => { curve.below = index; }));
+  return groups.map((group) => group.map((curve) => curve.run).join(" and "));
+}
+
 function curvesSection(runs) {
-  const metrics = metricsOf(runs);
-  if (!metrics.length) return [missing("No metrics yet: a run logs them every tracking.log_every steps, to metrics.jsonl.")];
+  const all = metricsOf(runs);
+  const constant = all.filter((metric) => constantOf(runs, metric) !== undefined);
+  const metrics = all.filter((metric) => !constant.includes(metric));
+  if (!all.length) return [missing("No metrics yet: a run logs them every tracking.log_every steps, to metrics.jsonl.")];
   let amount = 0;
+  const equal = new Set();
   const charts = metrics.map((metric) => {
     const curves = runs.flatMap((run) => run.curves.filter((curve) => curve.metric === metric)
       .map((curve) => ({ ...curve, run: run.label, color: runs.length > 1 ? run.color : curve.split === "eval" ? 1 : 0,
         name: runs.length > 1 ? `${run.label} ${curve.split}` : curve.split })));
     const known = about(metric);
     const shown = curves.map((curve) => `${curve.name} ends at ${known.say(last(curve.points))}`).join(", ");
+    markEqual(curves).forEach((names) => equal.add(names));
     return new LineChart({ ...known, curves, smoothing: () => amount, describe: `${known.title} by step: ${shown}` });
   });
   const output = h("output", {}, "0");
@@ -164,6 +187,9 @@ function curvesSection(runs) {
     h("div", { class: "controls" }, h("ul", { class: "legend" }, legend),
       h("label", { for: "smoothing" }, "smoothing ", slider, output)),
     h("div", { class: "charts" }, charts.map((chart) => chart.figure)),
+    equal.size ? h("p", { class: "note" }, `Where curves are equal, they are dashes over each other: ${[...equal].join("; ")}.`) : null,
+    constant.length ? h("p", { class: "note" }, `Constant: ${constant.map((metric) =>
+      `${about(metric).title} ${about(metric).say(constantOf(runs, metric))}`).join("; ")}.`) : null,
     h("p", { class: "note" }, "Hover over a chart, or focus it and use the arrow keys, to read values. Drag to zoom, double-click to zoom out." +
       (thinned ? " Long curves are downsampled: each interval is shown by its lowest and highest points." : "")),
   ];

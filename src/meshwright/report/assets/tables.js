@@ -55,7 +55,8 @@ function sideBySide(caption, runs, rows) {
   if (runs.length === 1) return factsTable(caption, null, filled);
   const same = ([, values]) => values.every((value) => value === values[0]);
   const equal = filled.filter(same).map(([name, values]) => [name, values.slice(0, 1)]);
-  const head = h("thead", {}, h("tr", {}, h("td"), runs.map((run) => h("th", { scope: "col" }, swatch(run), breakable(run.label)))));
+  const head = h("thead", {}, h("tr", {}, h("td"), runs.map((run) => h("th", { scope: "col" }, swatch(run), breakable(run.label),
+    run.best ? [" ", h("span", { class: "badge good" }, "best")] : null))));
   return h("div", {}, factsTable(caption, head, filled.filter((row) => !same(row))),
     equal.length ? h("details", { class: "equal" }, h("summary", {}, `${equal.length} more, the same in all runs`),
       factsTable(`${caption}: the same in all`, null, equal)) : null);

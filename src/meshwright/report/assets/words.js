@@ -53,11 +53,18 @@ function words(value) {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
+// A word of a command as a shell reads it.
+function quoted(word) {
+  const text = words(word);
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
+}
+
 // How to show metrics: the chart's title, the format of its values (say), whether its axis starts
 // at zero, so that small variations look small (zero), whether it is never smoothed (exact), and
 // whether the first value is an outlier because of one-time work (settles).
 const METRICS = {
   loss: { title: "Loss", say: number },
+  eval_samples: { title: "Held-out samples", say: number },
   learning_rate: { title: "Learning rate", say: number, zero: true, exact: true },
   grad_norm: { title: "Gradient norm", say: number },
   skipped: { title: "Skipped steps", say: number, zero: true, exact: true },

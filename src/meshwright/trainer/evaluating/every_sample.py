@@ -151,8 +151,13 @@ class EverySample:
         rows = local_rows(self._sharding, self._size)
         stream = load_batches(self.data, batch_size=self._size, start=0, stop=count, rows=rows)
         with stream:
-            for batch in read_batches(stream):
+            read = 0
+            for batch in read_batches(stream, name=self.data.batch_name):
+                read += 1
                 yield self._place(batch, self._size, rows)
+        if read < count and process_count() > 1:
+            why = f"an evaluation takes {count} batches of {self._size}, in every process"
+            raise UserError(f"{self.data.batch_name(read)} does not exist", why=why)
 
     def _remainder(self, step: int, count: int) -> Iterator[PlacedBatch]:
         """Yield the first ``count`` rows of batch ``step``: whole microbatches, then the rest."""

@@ -22,7 +22,6 @@ from meshwright.config.argument_checks import check_path
 from meshwright.errors import UserError, first_line
 from meshwright.plan import Plan
 from meshwright.processes import broadcast, is_main
-from meshwright.program.evaluate.index_ranges import indices_out_of_range
 from meshwright.runtime.other_names import with_current_keys
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm, Snapshot
@@ -107,9 +106,8 @@ class FlightRecorder:
 
     def indices(self, batch: Sequence[Any], *, negative: bool) -> str:
         """Say which indices of a batch are out of range; empty if none is."""
-        traced = self._assembled.traced
-        found = indices_out_of_range(traced.closed, self.fetch(batch), negative=negative)
-        return "; ".join(each.text(traced.batch[each.leaf].path) for each in found[:SHOWN_INDICES])
+        found = self._assembled.traced.wrong_indices(self.fetch(batch), negative=negative)
+        return "; ".join(found[:SHOWN_INDICES])
 
     def _try_files(self, folder: Path, incident: Incident, leaves: Sequence[NDArray[Any]]) -> str:
         """Write everything but the state, in the main process; return what went wrong."""
@@ -267,7 +265,10 @@ def read_record(path: Any) -> FlightRecord:
                 stored[str(n)].view(jnp.dtype(each["dtype"])).reshape(each["shape"])
                 for n, each in enumerate(facts["arrays"])
             ]
-    except (OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError) as error:
+    except (
+        *(OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError),
+        *(AttributeError, OverflowError, RecursionError),
+    ) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(

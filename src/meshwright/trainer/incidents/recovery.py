@@ -110,11 +110,11 @@ class Recovery:
         # Only the first few are recorded; one of them shows what the later ones are like.
         self._record = record or self._record
         where = f"batch {number}{_shown(samples)}"
+        # Later, an index below zero is one that the loss has always masked.
+        indices = self._recorder.indices(batch, negative=step == 1)
         kept = f"record: {record}" if record else remark
         if action == "stop":
             self._log(bad, f"{where}; {kept}", "stop", record, number, samples)
-            # Later, an index below zero is one that the loss has always masked.
-            indices = self._recorder.indices(batch, negative=step == 1)
             error = self._stop(bad, state, progress, where, limit, record, indices, good=good)
             raise error from None
         if action == "skip":
@@ -122,7 +122,8 @@ class Recovery:
             state = replace(state, halted=cleared(state.halted))
         else:
             state, done = self._go_back(number, progress)
-        self._log(bad, f"{where}; {done}; {kept}", action, record, number, samples)
+        told = "; ".join(filter(None, (where, indices, done, kept)))
+        self._log(bad, told, action, record, number, samples)
         return state
 
     def _limit(self, step: int, *, good: bool) -> str:

@@ -20,7 +20,6 @@ from meshwright.errors import UserError
 from meshwright.inputs.user_model import UserModel
 from meshwright.mesh.build import Device
 from meshwright.plan import Plan
-from meshwright.program.evaluate.index_ranges import indices_out_of_range
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.recipe import make_recipe
 from meshwright.step.assemble import Assembled
@@ -79,10 +78,7 @@ def replay(
         reproduced=not all(np.isfinite(metrics[name]) for name in ("loss", "grad_norm")),
         where=plan.describe() if exact else "one device instead of " + read.plan.describe(),
         bad_arrays=tuple(_bad_arrays(read)),
-        indices=tuple(
-            each.text(assembled.traced.batch[each.leaf].path)
-            for each in indices_out_of_range(assembled.traced.closed, read.leaves)
-        ),
+        indices=tuple(assembled.traced.wrong_indices(read.leaves, negative=True)),
         origin=origin,
         responsible=responsible,
         numbered=read.facts["samples"] is not None,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from meshwright.data.contents import data_fingerprint
 from meshwright.processes.handshake import Facts, describe_own_devices
 from meshwright.runtime.versions import own_code, package_versions, users_code
 from meshwright.step.assemble import Assembled
@@ -45,12 +46,14 @@ def process_facts(trainer: TrainerSettings, asked: FitSettings, assembled: Assem
             leaf.path: f"{leaf.role} {leaf.dtype}{list(leaf.shape)}"
             for leaf in assembled.traced.layout.leaves
         },
-        "data": asked.data.fingerprint(),
+        "data": data_fingerprint(asked.data, trainer.seed).text,
         "duration": asdict(asked.duration),
         "seed": trainer.seed,
         "eval_every": asked.eval_every,
         "eval_batches": asked.eval_batches,
-        "eval_data": None if asked.eval_data is None else asked.eval_data.fingerprint(),
+        "eval_data": None
+        if asked.eval_data is None
+        else data_fingerprint(asked.eval_data, trainer.seed).text,
         "log_every": trainer.log_every,
         "checkpoint": asked.checkpoint.model_dump(mode="json"),
         "nonfinite": [trainer.on_nonfinite, trainer.max_skipped, trainer.max_rewinds],

@@ -62,6 +62,7 @@ class Restoring:
         self.point = start.point
         self._start, self._asked, self._assembled = start, asked, assembled
         self._form, self._metadata = form, metadata
+        self._compared = ""
 
     @property
     def steps_before(self) -> int:
@@ -81,11 +82,14 @@ class Restoring:
         before, now, config = point.metadata.training, self._metadata.training, self._asked.config
         check_same_average(before, now, point.path)
         check_fits(point, self._form)
+        data = self._metadata.data_like(point.metadata)
+        self._compared = data.compared if point.metadata.dataset == data.text else ""
         from_python = not config and not point.metadata.config
         changes = check_same_run(
             point.metadata,
             config,
-            dataset=self._metadata.dataset,
+            data=data,
+            num_samples=None if self._asked.data is None else self._asked.data.num_samples,
             global_batch_size=plan.batch.global_batch_size,
             accept=self._asked.checkpoint.accept_changes,
             others=training_changes(before, now) if from_python and before else (),
@@ -122,6 +126,8 @@ class Restoring:
         message = f"continuing after step {point.step}, from {point.path}"
         if CheckpointReader(point.folder).checksums(point.step) is None:
             message += ", which has no checksums to check its arrays with"
+        if self._compared:
+            message += f"; the data are the same (compared: {self._compared})"
         tracker.event("resume", point.step, message, {"checkpoint": str(point.path)})
         for step, values in earlier_evaluations(point, self._asked.run_dir):
             callbacks.call("on_recall", step, values)

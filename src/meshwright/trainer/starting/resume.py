@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from meshwright.checkpoint.damage import (
     list_set_aside,
     set_aside,
 )
+from meshwright.checkpoint.reader import read_run_id
+from meshwright.data.contents import DataFingerprint
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.runtime.attempts import EarlierAttempts
@@ -138,6 +141,13 @@ def set_damaged_aside(folder: Path, damage: Damage) -> str:
     )
 
 
+def run_id(run_dir: Path, point: ResumePoint | None) -> str:
+    """Return which run this is: that of its folder or its checkpoint, or a new one."""
+    saved = point.metadata.run if point is not None and point.same_run else None
+    known = "" if saved is None else read_run_id(run_dir) or saved
+    return broadcast(known or uuid.uuid4().hex)
+
+
 def check_newest(point: ResumePoint | None, run_dir: Path) -> None:
     """Raise if another run has saved to the folder since the resume point was found."""
     if point is not None and not point.same_run:
@@ -190,7 +200,8 @@ def check_same_run(
     metadata: CheckpointMetadata,
     config: Mapping[str, Any],
     *,
-    dataset: str,
+    data: DataFingerprint,
+    num_samples: int | None = None,
     global_batch_size: int,
     accept: bool,
     others: Sequence[str] = (),
@@ -201,8 +212,13 @@ def check_same_run(
         changes.append(
             f"the global batch was {metadata.global_batch_size} samples and is {global_batch_size}"
         )
-    if metadata.dataset and dataset and metadata.dataset != dataset:
-        changes.append(f"the data's fingerprint was {metadata.dataset} and is {dataset}")
+    if metadata.dataset and data.text and metadata.dataset != data.text:
+        changes.append(
+            f"the data's fingerprint was {metadata.dataset} and is {data.text} "
+            f"(compared: {data.compared})"
+        )
+        if metadata.num_samples and num_samples and metadata.num_samples != num_samples:
+            changes[-1] += f": it had {metadata.num_samples} samples and has {num_samples}"
     if changes and not accept:
         raise UserError(
             f"the {'config' if config else 'run'} differs from that of the checkpoint "
@@ -272,8 +288,8 @@ def _newest_sound(
     damaged: list[Damage] = []
     for step in reversed(steps):
         try:
-            metadata = reader.metadata(step)
             reader.shapes(step)
+            metadata = reader.metadata(step)
         except DamagedCheckpoint as error:
             if not same_run:
                 raise

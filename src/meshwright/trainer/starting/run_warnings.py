@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
-
-import jax
 
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.batch import Batch
 from meshwright.config.schema import Config
 from meshwright.errors import MeshwrightError, Setting
-from meshwright.program.evaluate.index_ranges import indices_out_of_range
+from meshwright.mesh.axes import MODEL_AXES, describe_sizes
+from meshwright.plan import TINY_SHARD, Plan
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import Recipe, learning_rate, training_duration
-from meshwright.step.assemble import Assembled
 from meshwright.text.units import counted
+from meshwright.tracking.log_lines import levels_inside
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_progress import StopReason
 from meshwright.trainer.starting.learning_rate import rate_at
@@ -38,11 +38,16 @@ def repeated_samples(batch_size: int, num_samples: int | None) -> list[str]:
     ]
 
 
-def wrong_indices(assembled: Assembled, batch: Any) -> list[str]:
-    """Warn if the first batch looks up rows beyond the last, which gives no error on devices."""
-    traced, leaves = assembled.traced, jax.tree.leaves(batch)
-    found = indices_out_of_range(traced.closed, leaves, negative=False)
-    return [each.text(traced.batch[each.leaf].path) for each in found]
+def over_sharded(plan: Plan, num_parameters: int) -> list[str]:
+    """Warn if a tensor axis leaves a device less of the model than is worth waiting for."""
+    own = num_parameters // math.prod(plan.size(axis) for axis in MODEL_AXES)
+    if plan.size("tensor") == 1 or own >= TINY_SHARD:
+        return []
+    return [
+        f"{describe_sizes(plan.mesh)} leaves each device {own:,} of {num_parameters:,} parameters, "
+        "so that devices wait for each other more than they compute; "
+        f"{Setting('mesh.data', plan.num_devices)} sends less, if the batch can be divided"
+    ]
 
 
 def other_microbatches(
@@ -237,5 +242,4 @@ def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: 
             "their number, to use them all"
         )
     for text in texts:
-        # The caller of `fit`.
-        warnings.warn(text, UserWarning, stacklevel=4)
+        warnings.warn(text, UserWarning, stacklevel=levels_inside())

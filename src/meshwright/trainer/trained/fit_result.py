@@ -26,6 +26,7 @@ from meshwright.runtime.other_names import formerly
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
+from meshwright.tracking.log_lines import levels_inside
 from meshwright.trainer.evaluating.evaluation import Evaluator, predict, prediction_inputs
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.run_dir import write_files
@@ -180,7 +181,9 @@ class FitResult:
         expected = Expected(like=self.programs.batch_like, training=False)
         given = as_data(data, self.metadata.seed, expected=expected)
         evaluator = Evaluator(self.programs, given, limit=eval_batches)
-        return evaluator(self.state, lambda message: warnings.warn(message, stacklevel=4))
+        return evaluator(
+            self.state, lambda message: warnings.warn(message, stacklevel=levels_inside())
+        )
 
     def predict(self, data: Any, fn: Callable[[Any, Any], Any] | None = None) -> Any:
         """Apply the trained model, in evaluation mode, to every sample in order.
