@@ -61,7 +61,13 @@ def test_yaml_and_arrays_are_read_safely(trees):
         for name, n in nodes(trees, ast.Call)
     ]
     yaml = {call for _, call, _ in calls if call.startswith("yaml.")}
-    assert yaml <= {"yaml.safe_load", "yaml.safe_dump"}
+    assert yaml <= {"yaml.safe_load", "yaml.safe_dump", "yaml.load"}
+    loaders = [
+        ast.unparse(n.args[1])
+        for _, n in nodes(trees, ast.Call)
+        if ast.unparse(n.func) == "yaml.load"
+    ]
+    assert all("SafeLoader" in loader for loader in loaders)
     loads = [keywords for _, call, keywords in calls if call == "np.load"]
     assert loads
     assert all(keywords.get("allow_pickle") == "False" for keywords in loads)

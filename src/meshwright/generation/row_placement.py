@@ -14,10 +14,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.mesh.axes import resolve_alias
+from meshwright.mesh.axes import BATCH_AXES, resolve_alias
 from meshwright.text.units import human_bytes
 
-ROW_AXES = ("data", "fsdp")
 FREE_SHARE = 0.7
 """The share of a device's memory that gathered weights may take; caches and logits need some."""
 
@@ -37,7 +36,7 @@ class RowPlacement:
     @property
     def _row_axes(self) -> tuple[str, ...]:
         names = () if self.mesh is None else self.mesh.axis_names
-        return tuple(name for name in names if resolve_alias(name) in ROW_AXES)
+        return tuple(name for name in names if resolve_alias(name) in BATCH_AXES)
 
     @property
     def parts(self) -> int:
