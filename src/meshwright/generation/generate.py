@@ -255,8 +255,7 @@ def generate(
         stop_tokens: tokens that end a row; by default those that the folder names.
         min_new_tokens: new tokens before a stop token may come.
         samples: continuations of each prompt.
-        seed: seed of the samples; each also depends on its prompt's number, its own and the
-            position, and on nothing else.
+        seed: decides the samples, with the prompt's number, the sample's and the position alone.
         tokenizer: a tokenizer, its file, or a Hugging Face or run folder, whose stop tokens and
             sampling settings are used too.
         batch_size: rows at a time.
@@ -266,11 +265,8 @@ def generate(
         dtype: format of the weights while generating, such as ``bfloat16``.
         on_piece: called with a `Piece` whenever a row has got more text.
     """
-    settings = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("model", "prompts", "on_piece")
-    }
+    settings = {**locals()}
+    del settings["model"], settings["prompts"], settings["on_piece"]
     generator = make_generator(model, **settings)
     started = time.perf_counter()
     with activity("generating", afterwards=False):

@@ -45,7 +45,7 @@ class IncrementalDecoder:
         """By kept variable, the order of its dims in the cache."""
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
-        """Read the prompts; see `Decoder`."""
+        """Read the prompts; see `TokenDecoder`."""
         program = self._program_for_prompts(tokens.shape[1])
 
         def one(row: Array, length: Array) -> tuple[Array, Cache]:
@@ -58,7 +58,7 @@ class IncrementalDecoder:
     def step(
         self, weights: Weights, cache: Cache, tokens: Array, positions: Array
     ) -> tuple[Array, Cache]:
-        """Read one more token of each row; see `Decoder`."""
+        """Read one more token of each row; see `TokenDecoder`."""
         program = self.traced.of_length(self.length)
 
         def one(cache: Cache, token: Array, position: Array) -> tuple[Array, Cache]:

@@ -7,12 +7,12 @@ from jax import Array
 
 from meshwright.generation.incremental import IncrementalDecoder
 from meshwright.generation.positions import NotIncremental
-from meshwright.generation.token_decoder import Decoder, RecomputingDecoder, split_model
+from meshwright.generation.token_decoder import RecomputingDecoder, TokenDecoder, split_model
 from meshwright.generation.traced_decoder import TracedDecoder
 from meshwright.program.trace.scopes import module_scopes
 
 
-def make_decoder(model: nnx.Module, length: int) -> tuple[Decoder, list[Array]]:
+def make_decoder(model: nnx.Module, length: int) -> tuple[TokenDecoder, list[Array]]:
     """Return a model's decoder, and its weights in the decoder's order.
 
     Args:

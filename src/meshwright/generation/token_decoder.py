@@ -19,7 +19,7 @@ LogitsOf = Callable[[Weights, Array], Array]
 """From weights and tokens [B, T] to logits [B, T, V]."""
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """Computes the logits of the next token; both methods can be traced.
 
     Attributes:
@@ -82,7 +82,7 @@ class RecomputingDecoder:
     reason: str
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
-        """Read the prompts; see `Decoder`."""
+        """Read the prompts; see `TokenDecoder`."""
         room = self.length - tokens.shape[1]
         window = jnp.pad(tokens, ((0, 0), (0, room)))
         return self._logits(weights, window, lengths - 1), window
@@ -90,7 +90,7 @@ class RecomputingDecoder:
     def step(
         self, weights: Weights, cache: Cache, tokens: Array, positions: Array
     ) -> tuple[Array, Cache]:
-        """Read one more token of each row; see `Decoder`."""
+        """Read one more token of each row; see `TokenDecoder`."""
         window = cache.at[jnp.arange(tokens.shape[0]), positions].set(tokens)
         return self._logits(weights, window, positions), window
 

@@ -13,7 +13,7 @@ from jax import Array
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
-from meshwright.generation.token_decoder import Cache, Decoder, Weights
+from meshwright.generation.token_decoder import Cache, TokenDecoder, Weights
 
 KEPT = 8
 """Models and lengths whose programs are kept."""
@@ -79,7 +79,7 @@ class TokenPrograms:
         vocabulary: V.
     """
 
-    def __init__(self, decoder: Decoder, placement: RowPlacement, vocabulary: int) -> None:
+    def __init__(self, decoder: TokenDecoder, placement: RowPlacement, vocabulary: int) -> None:
         self.decoder = decoder
         self.placement = placement
         self.vocabulary = vocabulary

@@ -95,13 +95,8 @@ def connect(
         raise
     try:
         with nullcontext() if heartbeat.launched else ending_by(end_instead_of_jax):
-            _initialize(
-                address,
-                num_processes,
-                process_id,
-                interface=interface,
-                local_device_ids=local_device_ids,
-            )
+            numbers = num_processes, process_id
+            _initialize(address, *numbers, interface=interface, local_device_ids=local_device_ids)
     finally:
         if kept is not None:
             kept.close()

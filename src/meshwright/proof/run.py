@@ -158,17 +158,9 @@ def verify(
             global_batches = [read_batch(batches(n)) for n in range(steps)]
         with telling_shortage("comparing the mesh with one device", fix=_smaller()):
             proof = _Proof(
-                model,
-                loss,
-                plan,
-                global_batches,
-                optimizer=optimizer,
-                clip_norm=clip_norm,
-                seed=seed,
-                trainable=trainable,
-                devices=devices,
-                guarded=guarded,
-            )
+                model, loss, plan, global_batches, optimizer=optimizer, clip_norm=clip_norm,
+                seed=seed, trainable=trainable, devices=devices, guarded=guarded,
+            )  # fmt: skip
             return proof.certify(say)
 
 

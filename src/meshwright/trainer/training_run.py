@@ -22,7 +22,7 @@ from meshwright.errors import (
     did_you_mean,
     first_line,
 )
-from meshwright.plan import unused_pipeline
+from meshwright.plan import Plan, unused_pipeline
 from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, broadcast, process_count
@@ -116,7 +116,7 @@ class TrainingRun:
         self._ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
         _check_early_stopping(asked, programs)
         check_tracking(asked.tracking, self._run_dir)
-        self._steps = self._count_steps()
+        self._steps = _count_steps(asked, self._plan)
         self._evaluator = self._make_evaluator()
         self._progress = Progress()
         kept = asked.run_dir is not None or start.point is not None
@@ -155,20 +155,12 @@ class TrainingRun:
         try:
             check_newest(self._restoring.point, run_dir)
             self._warnings += check_disk_space(run_dir, self._form.structs, self._asked.checkpoint)
-            write_files(run_dir, self._files())
+            write_files(run_dir, _files(self._asked, self._plan, self._metadata))
             write_files(run_dir / HF_FOLDER, self._start.hf_files)
             self._warnings += self._restoring.set_damaged_aside()
             return self._run()
         finally:
             lock.release()
-
-    def _files(self) -> dict[str, str]:
-        """Return the files that are written to the run folder at the start, by name."""
-        config = dict(self._asked.config)
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        written = {"config.yaml": text} if config else {}
-        own = {"plan.yaml": self._plan.to_yaml(), RUN_ID: f"{self._metadata.run}\n"}
-        return {**self._asked.files, **written, **own}
 
     def _run(self) -> FitResult:
         """Train; after a failure the checkpointer and the trackers are closed as well."""
@@ -216,14 +208,7 @@ class TrainingRun:
             summary = result.summary()
         except BaseException as error:
             checkpointer.abandon()
-            if is_lost_peer(error):
-                own_heartbeat().report(lost_peer=True)
-                if lost := explain_loss():
-                    log.failed(progress, lost.what)
-                    raise lost from error
-            log.failed(progress, first_line(error))
-            if isinstance(error, OutOfMemory):
-                raise with_resuming(error, self._run_dir) from error.__cause__
+            _explain_failure(error, log, progress, self._run_dir)
             if isinstance(error, NotFinite):
                 seconds = time.perf_counter() - started
                 summary = failed_summary(progress, error, skipped=self._skipped, seconds=seconds)
@@ -231,15 +216,6 @@ class TrainingRun:
         finally:
             tracker.close(summary)
         return result
-
-    def _count_steps(self) -> int | None:
-        """Return how many steps to do; None if a time or the end of the data decides."""
-        epochs = self._duration.epochs
-        if epochs is not None and self._data.stop_after(epochs):
-            return None
-        return self._duration.total_steps(
-            num_samples=self._data.num_samples, batch_size=self._plan.batch.global_batch_size
-        )
 
     def _check_sharding(self) -> list[str]:
         leaves = self._assembled.model_leaves
@@ -441,6 +417,38 @@ def _check_early_stopping(asked: FitSettings, programs: Programs) -> None:
             fix=did_you_mean(metric, names)
             or f'return it with the loss: return loss, {{"{metric}": …}}',
         )
+
+
+def _count_steps(asked: FitSettings, plan: Plan) -> int | None:
+    """Return how many steps to do; None if a time or the end of the data decides."""
+    epochs, data = asked.duration.epochs, asked.data
+    if epochs is not None and data.stop_after(epochs):
+        return None
+    size = plan.batch.global_batch_size
+    return asked.duration.total_steps(num_samples=data.num_samples, batch_size=size)
+
+
+def _files(asked: FitSettings, plan: Plan, metadata: RunMetadata) -> dict[str, str]:
+    """Return the files that are written to the run folder at the start, by name."""
+    config = dict(asked.config)
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    written = {"config.yaml": text} if config else {}
+    own = {"plan.yaml": plan.to_yaml(), RUN_ID: f"{metadata.run}\n"}
+    return {**asked.files, **written, **own}
+
+
+def _explain_failure(
+    error: BaseException, log: RunLog, progress: Progress, run_dir: Path | None
+) -> None:
+    """Record why a run failed; raise an error that says more, if there is one."""
+    if is_lost_peer(error):
+        own_heartbeat().report(lost_peer=True)
+        if lost := explain_loss():
+            log.failed(progress, lost.what)
+            raise lost from error
+    log.failed(progress, first_line(error))
+    if isinstance(error, OutOfMemory):
+        raise with_resuming(error, run_dir) from error.__cause__
 
 
 def _saved_by_this_run(point: ResumePoint | None) -> int | None:
