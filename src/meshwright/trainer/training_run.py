@@ -11,8 +11,10 @@ from typing import Any
 import yaml
 
 from meshwright.checkpoint.reader import RUN_ID
+from meshwright.config.duration import Duration
 from meshwright.data.batches import form_of
 from meshwright.data.document_marks import named_ends
+from meshwright.data.protocols import Data
 from meshwright.errors import (
     ANY,
     NotFinite,
@@ -116,7 +118,7 @@ class TrainingRun:
         self._ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
         _check_early_stopping(asked, programs)
         check_tracking(asked.tracking, self._run_dir)
-        self._steps = _count_steps(asked, self._plan)
+        self._steps = _count_steps(self._duration, self._data, self._plan)
         self._evaluator = self._make_evaluator()
         self._progress = Progress()
         kept = asked.run_dir is not None or start.point is not None
@@ -419,13 +421,12 @@ def _check_early_stopping(asked: FitSettings, programs: Programs) -> None:
         )
 
 
-def _count_steps(asked: FitSettings, plan: Plan) -> int | None:
+def _count_steps(duration: Duration, data: Data, plan: Plan) -> int | None:
     """Return how many steps to do; None if a time or the end of the data decides."""
-    epochs, data = asked.duration.epochs, asked.data
-    if epochs is not None and data.stop_after(epochs):
+    if duration.epochs is not None and data.stop_after(duration.epochs):
         return None
     size = plan.batch.global_batch_size
-    return asked.duration.total_steps(num_samples=data.num_samples, batch_size=size)
+    return duration.total_steps(num_samples=data.num_samples, batch_size=size)
 
 
 def _files(asked: FitSettings, plan: Plan, metadata: RunMetadata) -> dict[str, str]:
