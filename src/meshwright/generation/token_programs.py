@@ -10,10 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from meshwright.errors import UserError
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
-from meshwright.generation.token_decoder import Cache, TokenDecoder, Weights
+from meshwright.generation.token_decoder import (
+    Cache,
+    RecomputingDecoder,
+    TokenDecoder,
+    Weights,
+)
 
 KEPT = 8
 """Models and lengths whose programs are kept."""
@@ -165,6 +171,16 @@ def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tupl
     return moved, NewTokens(chosen, going)
 
 
+def _refuse_lookahead(model: nnx.Module, decoder: TokenDecoder, weights: Weights) -> None:
+    if isinstance(decoder, RecomputingDecoder) and decoder.sees_padding(weights):
+        raise UserError(
+            f"{type(model).__name__} cannot continue a text",
+            why="its logits change with later tokens, or with how many there are: "
+            f"{decoder.reason}",
+            fix="mask later positions in the model, as a decoder does",
+        )
+
+
 _kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
 
 
@@ -188,9 +204,11 @@ def token_programs(
     except TypeError:
         # A model with attributes that have no hash.
         decoder, weights = make_decoder(model, length)
+        _refuse_lookahead(model, decoder, weights)
         return TokenPrograms(decoder, placement, vocabulary), weights
     if kept is None:
         decoder, weights = make_decoder(model, length)
+        _refuse_lookahead(model, decoder, weights)
         _kept[key] = kept = TokenPrograms(decoder, placement, vocabulary)
     _kept.move_to_end(key)
     while len(_kept) > KEPT:
