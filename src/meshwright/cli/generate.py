@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -140,11 +141,16 @@ def _file(
     """Continue the prompts of a file that are not written yet, batch by batch."""
     from meshwright.generation.token_loop import Prompt
 
-    for number, prompt in done.items():
-        if number >= len(prompts) or prompts[number] != prompt:
+    asked = _settings_digest(generator)
+    for number, (prompt, digest) in done.items():
+        same = number < len(prompts) and prompts[number] == prompt
+        if not same or digest != asked:
             raise UserError(
-                f"{arguments.flags['--out']} was written for other prompts",
-                why=f"its prompt {number} is {json.dumps(prompt)[:80]}",
+                f"{arguments.flags['--out']} was written for other "
+                + ("settings" if same else "prompts"),
+                why="sampling, stops, seed or --max-new-tokens were others"
+                if same
+                else f"its prompt {number} is {json.dumps(prompt)[:80]}",
                 fix="name another file, or remove this one",
             )
     left = [number for number in range(len(prompts)) if number not in done]
@@ -155,12 +161,16 @@ def _file(
     with activity("generating") as progress, _opened(arguments, output) as write:
         for start in range(0, len(read), size):
             rows = generator(read[start : start + size])
-            lines = [{"input": prompts[row.prompt.number], **_line(row)} for row in rows]
+            lines = [
+                {"input": prompts[row.prompt.number], **_line(row), "settings": asked}
+                for row in rows
+            ]
             # All at once, so that Ctrl-C leaves whole prompts.
             write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
             tokens += sum(len(row.tokens) for row in rows)
             rate = tokens / (time.monotonic() - started)
-            progress(f"{len(done) + start + size:,}/{len(prompts):,} prompts, {rate:,.0f} tokens/s")
+            count = len(done) + min(start + size, len(read))
+            progress(f"{count:,}/{len(prompts):,} prompts, {rate:,.0f} tokens/s")
     rate = tokens / max(time.monotonic() - started, 1e-9)
     summary = {"prompts": len(left), "new_tokens": tokens, "tokens_per_second": rate}
     if arguments.has("--out"):
@@ -176,8 +186,13 @@ def _tokens(generator: Any, settings: Any, prompt: Any) -> Any:
     if "messages" in prompt:
         text = render_chat(settings, prompt["messages"])
         return generator.text.encode(text, start=False)
-    (read,) = generator.read([prompt.get("prompt", prompt.get("tokens"))])
-    return read.tokens
+    return prompt.get("prompt", prompt.get("tokens"))
+
+
+def _settings_digest(generator: Any) -> str:
+    """Return a digest of what decides the tokens of a prompt, besides the model."""
+    decides = (generator.sampling, generator.max_new_tokens, generator.stops, generator.seed)
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
 
 
 def _written(arguments: Arguments) -> dict[int, Any]:
@@ -189,13 +204,15 @@ def _written(arguments: Arguments) -> dict[int, Any]:
     for line in read_text(path).splitlines():
         value = parse_json(line)
         if isinstance(value, dict) and "input" in value and "index" in value:
-            found.setdefault(value["index"], []).append((value["input"], line))
+            found.setdefault(value["index"], []).append(
+                (value["input"], value.get("settings"), line)
+            )
     samples = arguments.number("--samples", 1)
     whole = {number: lines for number, lines in found.items() if len(lines) == samples}
-    kept = "".join(f"{line}\n" for lines in whole.values() for _, line in lines)
+    kept = "".join(f"{line[-1]}\n" for lines in whole.values() for line in lines)
     if kept != read_text(path):
         write_atomically(path, kept)
-    return {number: lines[0][0] for number, lines in whole.items()}
+    return {number: lines[0][:2] for number, lines in whole.items()}
 
 
 @contextmanager
