@@ -155,12 +155,10 @@ class _Rows:
         dim = order.index(self._plan.kept[variable])
         row = jnp.transpose(row, order)
         if self._cache is None:
-            shape = tuple(aval_of(long).shape[d] for d in order)
-            new = row if row.shape == shape else jnp.zeros(shape, row.dtype)
-            new = jax.lax.dynamic_update_slice_in_dim(new, row, self._rows.start, dim)
+            before = jnp.zeros([aval_of(long).shape[d] for d in order], row.dtype)
         else:
             before = self._cache["rows"][list(self._plan.kept).index(variable)]
-            new = jax.lax.dynamic_update_slice_in_dim(before, row, self._rows.start, dim)
+        new = jax.lax.dynamic_update_slice_in_dim(before, row, self._rows.start, dim)
         self._new[variable] = new
         self._values[variable, WHOLE] = jnp.transpose(
             new, [order.index(d) for d in range(new.ndim)]

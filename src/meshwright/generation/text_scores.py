@@ -16,6 +16,7 @@ from jax import Array
 
 from meshwright.data.tokenizer import Tokens
 from meshwright.errors import UserError
+from meshwright.generation.generate import vocabulary_of
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.token_decoder import split_model
 from meshwright.text.units import counted
@@ -113,10 +114,7 @@ def score_documents(
     placement = placement or placement_of(jax.tree.leaves(nnx.state(model)))
     placed, _ = placement.model(model)
     logits_of, weights = split_model(placed)
-    vocabulary = jax.eval_shape(
-        logits_of, weights, jax.ShapeDtypeStruct((1, longest), jnp.int32)
-    ).shape[-1]
-    rows = max(1, LOGIT_BYTES // (4 * longest * vocabulary)) * placement.parts
+    rows = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(placed, longest))) * placement.parts
     rows = min(rows, -(-len(parts) // placement.parts) * placement.parts)
     run, nats = jax.jit(partial(_nats, logits_of, placement)), 0.0
     for start in range(0, len(parts), rows):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from meshwright.checkpoint import FOLDER
@@ -18,6 +17,7 @@ from meshwright.data.document_marks import named_ends
 from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from meshwright.errors import UserError
 from meshwright.text.json_text import parse_json
+from meshwright.text.yaml_text import read_yaml
 from meshwright.weights.hf_folder import GENERATION, TOKENIZER, is_hf_folder
 from meshwright.weights.kept import HF_FOLDER
 from meshwright.weights.resolve import BYTES_WITHOUT_TOKENIZER
@@ -105,7 +105,7 @@ def read_text_settings(path: str | Path) -> TextSettings:
     for folder in (path, *path.absolute().parents[:2]):
         config = folder / "config.yaml"
         if (folder / FOLDER).is_dir() or config.is_file():
-            values: Any = yaml.safe_load(config.read_text()) if config.is_file() else None
+            values: Any = read_yaml(config.read_text()) if config.is_file() else None
             data: Any = values.get("data") if isinstance(values, Mapping) else None
             of_text = isinstance(data, Mapping) and data.get("kind") in BYTES_WITHOUT_TOKENIZER
             plain = of_text and not data.get("tokenizer")
