@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
 from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
-from meshwright.data.documents import Document, DocumentBlock, Packing, Position
+from meshwright.data.documents import (
+    Document,
+    DocumentBlock,
+    Packing,
+    Position,
+    check_text,
+)
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus, nothing
@@ -155,7 +161,7 @@ def _blocks(
                 try:
                     value = _field(records.parse(content), records.field)
                     documents.append(
-                        _text(value, records.field) if is_text else _tokens(value, records)
+                        check_text(value, records.field) if is_text else _tokens(value, records)
                     )
                 except ValueError as error:
                     skipped.append((records.where(raw, count), str(error)))
@@ -208,18 +214,6 @@ def _field(record: Any, name: str) -> Any:
     if record.get(name) is None:
         raise ValueError(f"it has no `{name}`, but {', '.join(map(str, record)) or 'nothing'}")
     return record[name]
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"`{name}` is {a_type(value)}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"`{name}` is not Unicode text: {error.reason} at character {error.start:,}"
-        ) from error
-    return value
 
 
 def _tokens(value: Any, records: RecordFiles) -> NDArray[Any]:
