@@ -17,7 +17,9 @@ if TYPE_CHECKING:
         TrackingConfig,
     )
     from meshwright.data.arrays import ArraySource
+    from meshwright.data.chat_source import ChatData
     from meshwright.data.samples import Samples
+    from meshwright.data.token_data import TextData
     from meshwright.errors import UserError
     from meshwright.generation.generate import generate
     from meshwright.ledgers import ledger
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "ArraySource": "meshwright.data.arrays",
     "Callback": "meshwright.trainer",
+    "ChatData": "meshwright.data.chat_source",
     "CheckpointConfig": "meshwright.config.schema",
     "Config": "meshwright.config.schema",
     "EarlyStopping": "meshwright.trainer",
@@ -45,6 +48,7 @@ _NAMES = {
     "Samples": "meshwright.data.samples",
     "ShardingConfig": "meshwright.config.schema",
     "StopReason": "meshwright.trainer",
+    "TextData": "meshwright.data.token_data",
     "TrackingConfig": "meshwright.config.schema",
     "Trainer": "meshwright.trainer",
     "UserError": "meshwright.errors",
@@ -69,6 +73,7 @@ _NAMES = {
 __all__ = [
     "ArraySource",
     "Callback",
+    "ChatData",
     "CheckpointConfig",
     "Config",
     "EarlyStopping",
@@ -77,6 +82,7 @@ __all__ = [
     "Samples",
     "ShardingConfig",
     "StopReason",
+    "TextData",
     "TrackingConfig",
     "Trainer",
     "UserError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from meshwright.data.chat_template import ChatTemplate, Message, Span
 from meshwright.data.documents import check_text, missing_mark
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.text.units import a_type
 
 LossOn = Literal["assistant", "last", "all"]
@@ -62,19 +63,19 @@ class ChatRow:
 class ChatEncoder:
     """Makes tokens of conversations, and of prompts with completions.
 
-    All methods raise ValueError with what is wrong with a conversation.
+    A ValueError says what is wrong with a conversation.
 
     Attributes:
         tokenizer: the tokenizer.
         template: the chat template; None refuses lists of messages.
         loss_on: what is learned.
-        no_template: why there is no template, for messages.
+        no_template: where a template was looked for, for messages.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     loss_on: LossOn = ASSISTANT
-    no_template: str = field(default="there is no chat template")
+    no_template: str = "none was given"
 
     def conversation(self, messages: Any, name: str = "messages", **more: Any) -> ChatText:
         """Return messages as text.
@@ -157,7 +158,12 @@ class ChatEncoder:
 
     def _template(self, name: str) -> ChatTemplate:
         if self.template is None:
-            raise ValueError(f"`{name}` is a list of messages, and {self.no_template}")
+            raise UserError(
+                "there is no chat template",
+                why=f"`{name}` is a list of messages, and {self.no_template}",
+                fix=f"write {Setting('data.template', ANY)} with a file, or "
+                f"{Setting('data.template', 'chatml')}",
+            )
         return self.template
 
 

@@ -50,6 +50,10 @@ class ChatTemplate:
         """Whether it marks what the assistant says with ``{% generation %}``."""
         return re.search(r"\{%[-+]?\s*generation\b", self.text) is not None
 
+    def check(self) -> None:
+        """Raise if it is not a template."""
+        _ = self._compiled
+
     def write(self, messages: Sequence[Message], *, reply: bool = False, **more: Any) -> str:
         """Return a conversation as text; a ValueError says why the template fails.
 
@@ -77,6 +81,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """Return a conversation as text; an error explains itself to the user."""
+        self.check()
         try:
             return self.write(messages, reply=reply)
         except ValueError as error:
@@ -93,7 +98,7 @@ class ChatTemplate:
         try:
             return self._compiled[marked].render(messages=list(messages), **values)
         except (TemplateError, TypeError, OverflowError) as error:
-            raise ValueError(first_line(error)) from error
+            raise ValueError(f"the template fails: {first_line(error)}") from error
 
     @cached_property
     def _compiled(self) -> tuple[Any, Any]:
@@ -108,7 +113,8 @@ class ChatTemplate:
                 for each in (False, True)
             )
         except TemplateError as error:
-            raise ValueError(first_line(error)) from error
+            what = f"{self.origin} cannot write this conversation, because it is not a template"
+            raise UserError(what, why=first_line(error)) from error
         return plain, marked
 
 
@@ -116,22 +122,25 @@ def read_template(folder: Path | None) -> ChatTemplate | None:
     """Return the template that the files of a folder have; None if there is none."""
     if folder is None:
         return None
-    values = {name: _object(folder / name) for name in ("special_tokens_map.json", CONFIG)}
-    found = values[CONFIG].get("chat_template")
+    found = _object(folder / CONFIG).get("chat_template")
     if isinstance(found, list):
         found = {str(each.get("name")): each.get("template") for each in found}.get("default")
     if (folder / TEMPLATE).is_file():
         found = (folder / TEMPLATE).read_bytes().decode()
     if not isinstance(found, str):
         return None
+    return ChatTemplate(found, special_tokens(folder), f"the chat template of {folder}")
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens of a folder by name, such as ``bos_token``."""
     texts = {
         key: value.get("content") if isinstance(value, Mapping) else value
-        for file in values.values()
-        for key, value in file.items()
+        for name in ("special_tokens_map.json", CONFIG)
+        for key, value in _object(folder / name).items()
         if key.endswith("_token")
     }
-    named = {key: value for key, value in texts.items() if isinstance(value, str)}
-    return ChatTemplate(found, named, f"the chat template of {folder}")
+    return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def no_template(folder: object, fix: str) -> UserError:

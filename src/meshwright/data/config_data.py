@@ -32,6 +32,7 @@ _SOURCES = {
     "jsonl": "jsonl:JsonLines",
     "parquet": "parquet:ParquetRows",
     "array_record": "array_record:ArrayRecords",
+    "chat": "chat_source:ChatData",
     "arrays": "arrays:array_files",
     "images": "images:image_source",
     "digits": "digits:DigitSource",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,25 @@ from meshwright.text.units import counted
 OnCorrupt = Literal["stop", "skip"]
 
 
+class Wording(NamedTuple):
+    """What is said about a record that is not used.
+
+    Attributes:
+        what: what is wrong with it.
+        one: one such record, with a verb.
+        several: several of them.
+        fix: what to do about it.
+    """
+
+    what: str = "cannot be read"
+    one: str = "corrupt record was"
+    several: str = "corrupt records were"
+    fix: str = "repair the record"
+
+
+CORRUPT = Wording()
+
+
 @dataclass
 class CorruptRecords:
     """Handles the records of a dataset that cannot be read.
@@ -25,19 +44,21 @@ class CorruptRecords:
         policy: stop with an error, or skip.
         count: records skipped so far.
         first: what was wrong with the first of them.
+        words: what is said about them.
     """
 
     policy: OnCorrupt
     count: int = 0
     first: str = ""
+    words: Wording = CORRUPT
 
     def add(self, where: str, why: str) -> None:
         """Raise an error for a record, or count it as skipped."""
         if self.policy == "stop":
             raise UserError(
-                f"{where} cannot be read",
+                f"{where} {self.words.what}",
                 why=why,
-                fix=f"repair the record, or write {Setting('data.on_corrupt', 'skip')} to continue "
+                fix=f"{self.words.fix}, or write {Setting('data.on_corrupt', 'skip')} to continue "
                 "without it",
             )
         self.count += 1
@@ -50,7 +71,7 @@ class CorruptRecords:
 
     def summary(self) -> str:
         """Return how many records were skipped in words; empty if none were."""
-        skipped = counted(self.count, "corrupt record was", "corrupt records were")
+        skipped = counted(self.count, self.words.one, self.words.several)
         return f"{skipped} skipped" if self.count else ""
 
 

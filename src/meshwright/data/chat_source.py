@@ -1,0 +1,413 @@
+"""Conversations: files of messages, of prompts with completions, or of texts, as rows of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.chat_rows import ChatEncoder, ChatRow, ChatText, LossOn
+from meshwright.data.chat_template import (
+    TEMPLATE,
+    ChatTemplate,
+    no_template,
+    read_template,
+    special_tokens,
+)
+from meshwright.data.corrupt import OnCorrupt, Wording, with_count
+from meshwright.data.documents import Document
+from meshwright.data.files import find_path, list_files
+from meshwright.data.fingerprints import fingerprint_of
+from meshwright.data.jsonl import JsonLines
+from meshwright.data.packing import Ints, best_fit_parts
+from meshwright.data.parquet import ParquetRows
+from meshwright.data.protocols import HostBatch, Source
+from meshwright.data.records import RecordFiles, document_blocks
+from meshwright.data.token_cache import Corpus, packed, tell
+from meshwright.data.token_data import TokenData
+from meshwright.data.token_rows import PackedRows
+from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
+from meshwright.errors import ANY, Setting, UserError
+from meshwright.runtime.host_machine import user_cache
+from meshwright.text.json_text import write_atomically
+from meshwright.text.units import a_type, counted
+
+TooLong = Literal["cut", "drop", "stop"]
+"""What happens to a conversation longer than a row: its end is cut off, it is left out, or the run
+does not start."""
+
+ChatPacking = Literal["auto", "none"]
+"""Whether rows hold several conversations, if the model can tell them apart, or one each."""
+
+TODAY = "2025-01-01"
+"""The date for templates that write today's: the tokens of a run must not change overnight."""
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>\n"
+    "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The template ``chatml``, for models that have none."""
+
+NOT_A_CONVERSATION = Wording(
+    what="is not a conversation",
+    one="record that is not a conversation was",
+    several="records that are not conversations were",
+)
+
+
+class ChatData(TokenData):
+    """Conversations as rows of tokens, of which only what the assistant says is learned.
+
+    Args:
+        path: a JSON Lines or Parquet file, a folder, a pattern, or a list of these. Records have
+            ``messages``, ``prompt`` and ``completion``, or ``text``.
+        sequence_length: tokens the model sees per row.
+        tokenizer: a ``tokenizers`` JSON file or its folder; without one, every byte is a token.
+        template: the chat template: a file or folder, ``chatml``, or its text; by default that
+            beside the tokenizer.
+        template_arguments: further variables of the template.
+        loss_on: learn every turn of the assistant, the ``last``, or ``all`` tokens. Of a prompt
+            with a completion, the completion is learned.
+        too_long: ``cut`` conversations longer than a row, ``drop`` them, or ``stop``.
+        packing: ``auto`` puts several conversations into a row by best fit if the model can tell
+            them apart; ``none`` gives each a row of its own.
+        takes_segments: whether the model can tell them apart: its call takes ``segment_ids``.
+        messages: the field with the messages.
+        prompt: the field with the prompt: text, or messages.
+        completion: the field with what follows the prompt.
+        text: the field with a text, all of which is learned.
+        vocab_size: size of the model's vocabulary, which must hold every token.
+        on_corrupt: what to do about a record that is not a conversation: ``stop`` or ``skip``.
+        cache_dir: folder for the tokens; by default the user's cache folder.
+        records: in Python, the records themselves instead of a path.
+    """
+
+    def __init__(
+        self,
+        path: str | list[str] | None = None,
+        *,
+        sequence_length: int,
+        tokenizer: str | None = None,
+        template: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        loss_on: LossOn = "assistant",
+        too_long: TooLong = "cut",
+        packing: ChatPacking = "auto",
+        takes_segments: bool = True,
+        messages: str = "messages",
+        prompt: str = "prompt",
+        completion: str = "completion",
+        text: str = "text",
+        vocab_size: int | None = None,
+        on_corrupt: OnCorrupt = "stop",
+        cache_dir: str | None = None,
+        records: Iterable[Mapping[str, Any]] | None = None,
+    ) -> None:
+        loaded = load_tokenizer(tokenizer)
+        check_vocabulary(loaded, vocab_size)
+        found = find_template(template, tokenizer, template_arguments)
+        fields = ChatFields(messages, prompt, completion, text)
+        encoder = ChatEncoder(loaded, found, loss_on, _why_none(tokenizer))
+        name = "the records" if path is None else str(Setting("data.path", path))
+        files = _files(path, _written(records))
+        corpus = _corpus(name, files, fields, encoder, on_corrupt)
+        apart = packing == "auto" and takes_segments
+        if packing == "auto" and not takes_segments:
+            tell(
+                "conversations have a row each, because the model's call has no `segment_ids` "
+                "by which it could tell several in one row apart"
+            )
+        super().__init__(_rows(corpus, encoder, cache_dir, sequence_length, too_long, apart))
+
+
+@dataclass(frozen=True)
+class ChatFields:
+    """The names of the fields of a record."""
+
+    messages: str = "messages"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    text: str = "text"
+
+    def read(self, record: Any, encoder: ChatEncoder) -> ChatText:
+        """Return a record as text; a ValueError says what is wrong with it."""
+        if not isinstance(record, Mapping):
+            raise ValueError(f"it is {a_type(record)}, not an object with fields")
+        known = {key: value for key, value in record.items() if value is not None}
+        more = {"tools": known["tools"]} if "tools" in known else {}
+        if self.messages in known:
+            made = encoder.conversation(known[self.messages], self.messages, **more)
+        elif self.prompt in known and self.completion in known:
+            both, names = (self.prompt, self.completion), (self.prompt, self.completion)
+            made = encoder.completion(*(known[name] for name in both), names, **more)
+        elif self.text in known:
+            made = encoder.text(known[self.text], self.text)
+        else:
+            own = ", ".join(f"`{key}`" for key in known) or "nothing"
+            raise ValueError(
+                f"it has neither `{self.messages}`, nor `{self.prompt}` with `{self.completion}`, "
+                f"nor `{self.text}`, but {own}"
+            )
+        if not any(begin < end for begin, end in made.learned):
+            raise ValueError("it has no turn of the assistant, so there is nothing to learn")
+        return made
+
+
+@dataclass(frozen=True)
+class LearnedRows(PackedRows):
+    """Rows of conversations; tokens that are learned are stored as their complements, below 0.
+
+    Attributes:
+        apart: whether rows hold several conversations, which ``segment_ids`` tell apart.
+    """
+
+    apart: bool = True
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return the fields of `PackedRows`, and ``mask`` [len(ids), sequence_length]."""
+        batch = super().rows(ids)
+        stored, first = batch["tokens"], batch["positions"][:, 1:] == 0
+        mask = (stored[:, 1:] < 0) & ~first
+        batch |= {
+            "tokens": np.where(stored < 0, ~stored, stored),
+            "mask": mask.astype(np.float32),
+        }
+        if not self.apart:
+            del batch["segment_ids"], batch["positions"]
+        return batch
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the conversations and how they are packed."""
+        return fingerprint_of("chat", super().fingerprint(), self.apart, len(self.index.starts))
+
+    def describe(self) -> str:
+        """Return the number of conversations and rows, and how full rows are."""
+        return (
+            f"{self.name}: {len(self.index.starts):,} conversations of "
+            f"{self.index.num_tokens:,} tokens in {len(self):,} rows of {self.sequence_length}, "
+            f"{self.index.fill:.0%} full"
+        )
+
+
+def find_template(
+    given: str | None, tokenizer: str | None, arguments: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
+    """Return the chat template of some data; None if there is none.
+
+    Args:
+        given: a file or a folder, ``chatml``, or the template itself; None takes that beside the
+            tokenizer.
+        tokenizer: the tokenizer's file or folder; None if there is none.
+        arguments: further variables of the template.
+    """
+    folder = _folder(tokenizer)
+    found = read_template(folder)
+    if given is not None:
+        text, origin = _read_given(given)
+        found = ChatTemplate(text, special_tokens(folder) if folder else {}, origin)
+    if found is None:
+        return None
+    found = replace(found, arguments=dict(arguments or {}), today=TODAY)
+    found.check()
+    return found
+
+
+def _read_given(given: str) -> tuple[str, str]:
+    """Return the text of the template that a setting names, and where it is from."""
+    origin = str(Setting("data.template", given))
+    if given == "chatml":
+        return CHATML, origin
+    if "{{" in given or "{%" in given:
+        return given, str(Setting("data.template"))
+    path = find_path(given, "data.template")
+    if not path.is_dir():
+        return path.read_text(encoding="utf-8"), origin
+    found = read_template(path)
+    if found is None:
+        raise no_template(path, f"write {Setting('data.template', ANY)} with a file that is one")
+    return found.text, origin
+
+
+def _folder(tokenizer: str | None) -> Path | None:
+    """Return the folder that belongs to a tokenizer; a file of another name stands alone."""
+    path = None if tokenizer is None else Path(tokenizer).expanduser()
+    if path is None or path.is_dir():
+        return path
+    return path.parent if path.name == "tokenizer.json" else None
+
+
+def _why_none(tokenizer: str | None) -> str:
+    return f"there is no {TEMPLATE} beside {tokenizer}" if tokenizer else "none is given"
+
+
+class _Tables(ParquetRows):
+    """Parquet files of conversations, whose columns are all read."""
+
+    def columns(self, file: Path, present: list[str]) -> list[str]:
+        return present
+
+
+def _files(path: str | list[str] | None, written: Path | None) -> tuple[RecordFiles, list[Path]]:
+    """Return the files, and how to read them."""
+    if (path is None) == (written is None):
+        key = Setting("data.path")
+        raise UserError(f"`{key}` is missing", fix=f"write {key}=… with a file of conversations")
+    endings = (*JsonLines.endings, *ParquetRows.endings)
+    files = [written] if path is None else list_files(path, endings)
+    assert None not in files
+    tables = {file.name.lower().endswith(ParquetRows.endings) for file in files if file}
+    if len(tables) > 1:
+        raise UserError(
+            f"{Setting('data.path', path or '')} has JSON Lines and Parquet files",
+            fix="write one data set of each, and mix them with data=mixture",
+        )
+    reader = _Tables if tables == {True} else JsonLines
+    return reader(path=path or ""), [file for file in files if file]
+
+
+def _written(records: Iterable[Mapping[str, Any]] | None) -> Path | None:
+    """Write records given in Python to a file of the cache, where all processes find them."""
+    if records is None:
+        return None
+    text = "".join(f"{json.dumps(dict(record), ensure_ascii=False)}\n" for record in records)
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    path = user_cache("records") / f"{name}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    return path
+
+
+def _corpus(
+    name: str,
+    files: tuple[RecordFiles, list[Path]],
+    fields: ChatFields,
+    encoder: ChatEncoder,
+    on_corrupt: OnCorrupt,
+) -> Corpus:
+    """Return the conversations as a corpus, whose tokens have their marks already."""
+    reader, paths = files
+    template = encoder.template
+    written = None if template is None else (template.text, template.special_tokens)
+    arguments = None if template is None else (template.arguments, template.today)
+
+    def finish(texts: list[ChatText]) -> Sequence[Document]:
+        rows = encoder.rows(texts)
+        _tell_joined(name, rows)
+        return [np.where(row.mask, ~row.ids, row.ids) for row in rows]
+
+    keys = "data.messages", "data.prompt", "data.completion", "data.text"
+    named = ", ".join(str(Setting(key)) for key in keys)
+    return Corpus(
+        name=name,
+        files=paths,
+        tokenizer=None,
+        dtype=np.int32,
+        settings=(
+            "chat",
+            encoder.tokenizer.fingerprint(),
+            encoder.tokenizer.marks.start,
+            encoder.tokenizer.marks.end,
+            encoder.loss_on,
+            fields,
+            written,
+            arguments,
+        ),
+        read=lambda position: document_blocks(
+            reader, paths, position, lambda record: fields.read(record, encoder), finish
+        ),
+        on_corrupt=on_corrupt,
+        words=NOT_A_CONVERSATION._replace(
+            fix=f"correct the record, name its fields ({named})",
+        ),
+    )
+
+
+def _tell_joined(name: str, rows: Sequence[ChatRow]) -> None:
+    count = sum(row.joined for row in rows)
+    if count:
+        warnings.warn(
+            f"in {counted(count, 'conversation')} of {name}, one token holds the end of a prompt "
+            "and the beginning of its answer, and is not learned; end prompts without a space, "
+            "and begin answers with it",
+            stacklevel=2,
+        )
+
+
+def _rows(
+    corpus: Corpus,
+    encoder: ChatEncoder,
+    cache_dir: str | None,
+    sequence_length: int,
+    too_long: TooLong,
+    apart: bool,
+) -> Source:
+    """Return conversations as rows; say how many do not fit."""
+    entry, corrupt = corpus.cached(cache_dir)
+    tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
+    row_length = sequence_length + 1
+    lengths = np.diff(boundaries)
+    long = int((lengths > row_length).sum())
+    if long and too_long == "stop":
+        raise UserError(
+            f"{counted(long, 'conversation')} of {corpus.name} do not fit into a row",
+            why=f"the longest has {int(lengths.max()):,} tokens, and a row takes {row_length:,}",
+            fix=f"write {Setting('data.too_long', 'cut', 'drop')}, or a larger "
+            f"{Setting('data.sequence_length')}",
+        )
+
+    def keep(starts: Ints, own: Ints) -> NDArray[np.bool_]:
+        fits = own <= row_length if too_long == "drop" else np.ones(len(own), bool)
+        return fits & _teach(tokens, starts, np.minimum(own, row_length))
+
+    parts = partial(best_fit_parts, boundaries, row_length, keep, alone=not apart)
+    suffix = f"{too_long}-{'best' if apart else 'single'}-rows-of-{row_length}"
+    index = packed(entry, suffix, parts, row_length, corpus.name)
+    empty = len(lengths) - len(index.starts) - (long if too_long == "drop" else 0)
+    _tell_left_out(corpus.name, len(lengths), long, empty, too_long, row_length)
+    if not len(index):
+        raise UserError(
+            f"{corpus.name} leaves nothing to learn",
+            why=f"of {counted(len(lengths), 'conversation')}, {long:,} do not fit into a row of "
+            f"{row_length:,} tokens",
+            fix=f"write a larger {Setting('data.sequence_length')}",
+        )
+    rows = LearnedRows(tokens, boundaries, index, corpus.name, encoder.tokenizer, apart)
+    return with_count(rows, corrupt)
+
+
+def _teach(tokens: NDArray[Any], starts: Ints, lengths: Ints) -> NDArray[np.bool_]:
+    """Return which conversations have a learned token after their first, within these lengths."""
+    return np.array(
+        [
+            bool((tokens[start + 1 : start + length] < 0).any())
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        ],
+        bool,
+    )
+
+
+def _tell_left_out(
+    name: str, count: int, long: int, empty: int, too_long: TooLong, row_length: int
+) -> None:
+    what = "cut" if too_long == "cut" else "left out"
+    if long:
+        tell(
+            f"{long:,} of {count:,} conversations of {name} are longer than a row of "
+            f"{row_length:,} tokens, and {'was' if long == 1 else 'were'} {what}"
+        )
+    if empty:
+        tell(
+            f"{empty:,} of {count:,} conversations of {name} {'has' if empty == 1 else 'have'} "
+            "nothing to learn within a row, and are left out"
+        )
