@@ -180,16 +180,13 @@ def test_a_template_comes_from_the_folder_a_file_or_the_setting(write, tmp_path)
 
 def test_the_cache_knows_everything_that_changes_tokens(write):
     path = write(TALKS)
-    prints = {
-        chat(path, **settings).fingerprint()
-        for settings in (
-            {},
-            {"loss_on": "all"},
-            {"sequence_length": 40},
-            {"template": TEMPLATE.replace(";", "!")},
-            {"packing": "none"},
-        )  # fmt: skip
-    }
+    others = [
+        {"loss_on": "all"},
+        {"sequence_length": 40},
+        {"template": TEMPLATE.replace(";", "!")},
+        {"packing": "none"},
+    ]
+    prints = {chat(path, **settings).fingerprint() for settings in [{}, *others]}
     assert len(prints) == 5
     assert chat(path).fingerprint() == chat(path).fingerprint()
 
@@ -220,11 +217,12 @@ def test_packed_conversations_have_the_gradients_of_those_alone(write, kind):
         for packing in ("auto", "none")
     ]
     assert len(batches[0]["tokens"]) < len(batches[1]["tokens"])
-    sizes = {"gemma3": {"head_dim": 8, "num_kv_heads": 1, "mlp_size": 32, "sliding_window": 4}}
-    model = build_model(
-        kind, rngs=nnx.Rngs(0), vocab_size=128, context_length=32, num_blocks=1 + (kind == "gemma3"),
-        hidden_size=16, num_heads=2, **sizes.get(kind, {}),
-    )  # fmt: skip
+    sizes = {"num_blocks": 1}
+    if kind == "gemma3":
+        sizes = {"num_blocks": 2, "head_dim": 8, "num_kv_heads": 1, "mlp_size": 32}
+        sizes |= {"sliding_window": 4}
+    sizes |= {"vocab_size": 128, "context_length": 32, "hidden_size": 16, "num_heads": 2}
+    model = build_model(kind, rngs=nnx.Rngs(0), **sizes)
     (packed, count), (alone, same) = (gradients(model, batch) for batch in batches)
     assert count == same == sum(len(expected(record)[1]) for record in TALKS[:12])
     largest = max(np.abs(leaf).max() for leaf in alone)
