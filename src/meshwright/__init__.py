@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.data.arrays import ArraySource
     from meshwright.data.chat_source import ChatData
     from meshwright.data.samples import Samples
-    from meshwright.data.token_data import TextData
+    from meshwright.data.text_source import TextData
     from meshwright.errors import UserError
     from meshwright.generation.generate import generate
     from meshwright.ledgers import ledger
@@ -48,7 +48,7 @@ _NAMES = {
     "Samples": "meshwright.data.samples",
     "ShardingConfig": "meshwright.config.schema",
     "StopReason": "meshwright.trainer",
-    "TextData": "meshwright.data.token_data",
+    "TextData": "meshwright.data.text_source",
     "TrackingConfig": "meshwright.config.schema",
     "Trainer": "meshwright.trainer",
     "UserError": "meshwright.errors",

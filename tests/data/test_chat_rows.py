@@ -145,7 +145,7 @@ def test_wrong_messages_say_what_is_wrong(case):
 def test_other_wrong_forms_say_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match=r"`prompt` is a str and `completion` a list"):
         encoder().completion("a", said("b"))
-    with pytest.raises(ValueError, match=r"list of messages, and none was given"):
+    with pytest.raises(ValueError, match=r"list of messages, and there is none"):
         ChatEncoder(ByteTokenizer()).conversation(said("a"))
     for bad in ("{% if %}", "{{ raise_exception('roles must alternate') }}"):
         with pytest.raises(ValueError, match=r"alternate|Expected"):

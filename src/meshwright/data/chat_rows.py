@@ -69,13 +69,11 @@ class ChatEncoder:
         tokenizer: the tokenizer.
         template: the chat template; None refuses lists of messages.
         loss_on: what is learned.
-        no_template: where a template was looked for, for messages.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     loss_on: LossOn = ASSISTANT
-    no_template: str = "none was given"
 
     def conversation(self, messages: Any, name: str = "messages", **more: Any) -> ChatText:
         """Return messages as text.
@@ -160,7 +158,7 @@ class ChatEncoder:
         if self.template is None:
             raise UserError(
                 "there is no chat template",
-                why=f"`{name}` is a list of messages, and {self.no_template}",
+                why=f"`{name}` is a list of messages, and there is none beside the tokenizer",
                 fix=f"write {Setting('data.template', ANY)} with a file, or "
                 f"{Setting('data.template', 'chatml')}",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +13,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_rows import ChatEncoder, ChatRow, ChatText, LossOn
+from meshwright.data.chat_rows import ChatEncoder, ChatText, LossOn
 from meshwright.data.chat_template import (
-    TEMPLATE,
     ChatTemplate,
     no_template,
     read_template,
     special_tokens,
 )
-from meshwright.data.corrupt import OnCorrupt, Wording, with_count
+from meshwright.data.corrupt import OnCorrupt, with_count
 from meshwright.data.documents import Document
 from meshwright.data.files import find_path, list_files
 from meshwright.data.fingerprints import fingerprint_of
@@ -32,7 +30,6 @@ from meshwright.data.parquet import ParquetRows
 from meshwright.data.protocols import HostBatch, Source
 from meshwright.data.records import RecordFiles, document_blocks
 from meshwright.data.token_cache import Corpus, packed, tell
-from meshwright.data.token_data import TokenData
 from meshwright.data.token_rows import PackedRows
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
 from meshwright.errors import ANY, Setting, UserError
@@ -58,26 +55,40 @@ CHATML = (
 )
 """The template ``chatml``, for models that have none."""
 
-NOT_A_CONVERSATION = Wording(
-    what="is not a conversation",
-    one="record that is not a conversation was",
-    several="records that are not conversations were",
-)
 
-
-class ChatData(TokenData):
-    """Conversations as rows of tokens, of which only what the assistant says is learned.
+def chat_source(
+    *,
+    sequence_length: int,
+    path: str | list[str] | None = None,
+    records: Iterable[Mapping[str, Any]] | None = None,
+    tokenizer: str | None = None,
+    template: str | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+    loss_on: LossOn = "assistant",
+    too_long: TooLong = "cut",
+    packing: ChatPacking = "auto",
+    takes_segments: bool = True,
+    messages: str = "messages",
+    prompt: str = "prompt",
+    completion: str = "completion",
+    text: str = "text",
+    vocab_size: int | None = None,
+    on_corrupt: OnCorrupt = "stop",
+    cache_dir: str | None = None,
+) -> Source:
+    """Return conversations as rows of tokens, of which only what the assistant says is learned.
 
     Args:
+        sequence_length: tokens the model sees per row.
         path: a JSON Lines or Parquet file, a folder, a pattern, or a list of these. Records have
             ``messages``, ``prompt`` and ``completion``, or ``text``.
-        sequence_length: tokens the model sees per row.
+        records: in Python, the records themselves instead of a path.
         tokenizer: a ``tokenizers`` JSON file or its folder; without one, every byte is a token.
         template: the chat template: a file or folder, ``chatml``, or its text; by default that
             beside the tokenizer.
         template_arguments: further variables of the template.
-        loss_on: learn every turn of the assistant, the ``last``, or ``all`` tokens. Of a prompt
-            with a completion, the completion is learned.
+        loss_on: learn every turn of the ``assistant``, the ``last``, or ``all`` tokens. Of a
+            prompt with a completion, the completion is learned.
         too_long: ``cut`` conversations longer than a row, ``drop`` them, or ``stop``.
         packing: ``auto`` puts several conversations into a row by best fit if the model can tell
             them apart; ``none`` gives each a row of its own.
@@ -87,47 +98,25 @@ class ChatData(TokenData):
         completion: the field with what follows the prompt.
         text: the field with a text, all of which is learned.
         vocab_size: size of the model's vocabulary, which must hold every token.
-        on_corrupt: what to do about a record that is not a conversation: ``stop`` or ``skip``.
+        on_corrupt: what to do about a record that is not a conversation.
         cache_dir: folder for the tokens; by default the user's cache folder.
-        records: in Python, the records themselves instead of a path.
     """
+    loaded = load_tokenizer(tokenizer)
+    check_vocabulary(loaded, vocab_size)
+    found = find_template(template, tokenizer, template_arguments)
+    encoder = ChatEncoder(loaded, found, loss_on)
+    apart = packing == "auto" and takes_segments
+    if packing == "auto" and not takes_segments:
+        tell(
+            "conversations have a row each, because the model's call takes no `segment_ids`, by "
+            "which it would tell several in one row apart"
+        )
+    fields = ChatFields(messages, prompt, completion, text)
+    corpus = _corpus(path, records, fields, encoder, on_corrupt)
+    return _rows(corpus, encoder, cache_dir, sequence_length, too_long, apart)
 
-    def __init__(
-        self,
-        path: str | list[str] | None = None,
-        *,
-        sequence_length: int,
-        tokenizer: str | None = None,
-        template: str | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-        loss_on: LossOn = "assistant",
-        too_long: TooLong = "cut",
-        packing: ChatPacking = "auto",
-        takes_segments: bool = True,
-        messages: str = "messages",
-        prompt: str = "prompt",
-        completion: str = "completion",
-        text: str = "text",
-        vocab_size: int | None = None,
-        on_corrupt: OnCorrupt = "stop",
-        cache_dir: str | None = None,
-        records: Iterable[Mapping[str, Any]] | None = None,
-    ) -> None:
-        loaded = load_tokenizer(tokenizer)
-        check_vocabulary(loaded, vocab_size)
-        found = find_template(template, tokenizer, template_arguments)
-        fields = ChatFields(messages, prompt, completion, text)
-        encoder = ChatEncoder(loaded, found, loss_on, _why_none(tokenizer))
-        name = "the records" if path is None else str(Setting("data.path", path))
-        files = _files(path, _written(records))
-        corpus = _corpus(name, files, fields, encoder, on_corrupt)
-        apart = packing == "auto" and takes_segments
-        if packing == "auto" and not takes_segments:
-            tell(
-                "conversations have a row each, because the model's call has no `segment_ids` "
-                "by which it could tell several in one row apart"
-            )
-        super().__init__(_rows(corpus, encoder, cache_dir, sequence_length, too_long, apart))
+
+ChatData = chat_source
 
 
 @dataclass(frozen=True)
@@ -207,14 +196,16 @@ def find_template(
     Args:
         given: a file or a folder, ``chatml``, or the template itself; None takes that beside the
             tokenizer.
-        tokenizer: the tokenizer's file or folder; None if there is none.
+        tokenizer: the tokenizer's file or folder. A file of another name stands alone.
         arguments: further variables of the template.
     """
-    folder = _folder(tokenizer)
-    found = read_template(folder)
+    path = None if tokenizer is None else Path(tokenizer).expanduser()
+    if path is not None and not path.is_dir():
+        path = path.parent if path.name == "tokenizer.json" else None
+    found = read_template(path)
     if given is not None:
-        text, origin = _read_given(given)
-        found = ChatTemplate(text, special_tokens(folder) if folder else {}, origin)
+        tokens = {} if path is None else special_tokens(path)
+        found = ChatTemplate(_given_text(given), tokens, str(Setting("data.template")))
     if found is None:
         return None
     found = replace(found, arguments=dict(arguments or {}), today=TODAY)
@@ -222,32 +213,19 @@ def find_template(
     return found
 
 
-def _read_given(given: str) -> tuple[str, str]:
-    """Return the text of the template that a setting names, and where it is from."""
-    origin = str(Setting("data.template", given))
+def _given_text(given: str) -> str:
+    """Return the text of the template that a setting names, or is."""
     if given == "chatml":
-        return CHATML, origin
+        return CHATML
     if "{{" in given or "{%" in given:
-        return given, str(Setting("data.template"))
+        return given
     path = find_path(given, "data.template")
     if not path.is_dir():
-        return path.read_text(encoding="utf-8"), origin
+        return path.read_text(encoding="utf-8")
     found = read_template(path)
     if found is None:
         raise no_template(path, f"write {Setting('data.template', ANY)} with a file that is one")
-    return found.text, origin
-
-
-def _folder(tokenizer: str | None) -> Path | None:
-    """Return the folder that belongs to a tokenizer; a file of another name stands alone."""
-    path = None if tokenizer is None else Path(tokenizer).expanduser()
-    if path is None or path.is_dir():
-        return path
-    return path.parent if path.name == "tokenizer.json" else None
-
-
-def _why_none(tokenizer: str | None) -> str:
-    return f"there is no {TEMPLATE} beside {tokenizer}" if tokenizer else "none is given"
+    return found.text
 
 
 class _Tables(ParquetRows):
@@ -257,91 +235,69 @@ class _Tables(ParquetRows):
         return present
 
 
-def _files(path: str | list[str] | None, written: Path | None) -> tuple[RecordFiles, list[Path]]:
-    """Return the files, and how to read them."""
-    if (path is None) == (written is None):
-        key = Setting("data.path")
-        raise UserError(f"`{key}` is missing", fix=f"write {key}=… with a file of conversations")
-    endings = (*JsonLines.endings, *ParquetRows.endings)
-    files = [written] if path is None else list_files(path, endings)
-    assert None not in files
-    tables = {file.name.lower().endswith(ParquetRows.endings) for file in files if file}
+def _files(path: str | list[str]) -> tuple[RecordFiles, list[Path]]:
+    """Return how to read the files, and the files."""
+    files = list_files(path, (*JsonLines.endings, *ParquetRows.endings))
+    tables = {file.name.lower().endswith(ParquetRows.endings) for file in files}
     if len(tables) > 1:
         raise UserError(
-            f"{Setting('data.path', path or '')} has JSON Lines and Parquet files",
-            fix="write one data set of each, and mix them with data=mixture",
+            f"{Setting('data.path', path)} has JSON Lines and Parquet files",
+            fix="give files of one kind, or mix both with data=mixture",
         )
-    reader = _Tables if tables == {True} else JsonLines
-    return reader(path=path or ""), [file for file in files if file]
+    return (_Tables if tables == {True} else JsonLines)(path=path), files
 
 
-def _written(records: Iterable[Mapping[str, Any]] | None) -> Path | None:
-    """Write records given in Python to a file of the cache, where all processes find them."""
+def _written(records: Iterable[Mapping[str, Any]] | None) -> str:
+    """Write records to a file of the cache, where all processes find them; return its path."""
     if records is None:
-        return None
+        raise UserError(f"`{Setting('data.path')}` is missing", fix="name a file of conversations")
     text = "".join(f"{json.dumps(dict(record), ensure_ascii=False)}\n" for record in records)
-    name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    path = user_cache("records") / f"{name}.jsonl"
+    path = user_cache("records") / f"{fingerprint_of(text)}.jsonl"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-    return path
+    return str(path)
 
 
 def _corpus(
-    name: str,
-    files: tuple[RecordFiles, list[Path]],
+    path: str | list[str] | None,
+    records: Iterable[Mapping[str, Any]] | None,
     fields: ChatFields,
     encoder: ChatEncoder,
     on_corrupt: OnCorrupt,
 ) -> Corpus:
-    """Return the conversations as a corpus, whose tokens have their marks already."""
-    reader, paths = files
-    template = encoder.template
-    written = None if template is None else (template.text, template.special_tokens)
-    arguments = None if template is None else (template.arguments, template.today)
+    """Return the conversations as a corpus, whose documents have all their tokens already."""
+    reader, files = _files(_written(records) if path is None else path)
+    name = "the records" if path is None else str(Setting("data.path", path))
 
     def finish(texts: list[ChatText]) -> Sequence[Document]:
         rows = encoder.rows(texts)
-        _tell_joined(name, rows)
+        if joined := sum(row.joined for row in rows):
+            warnings.warn(
+                f"in {counted(joined, 'conversation')} of {name}, one token holds the end of a "
+                "prompt and the beginning of its answer, and is not learned; end prompts without "
+                "a space, and begin answers with it",
+                stacklevel=2,
+            )
         return [np.where(row.mask, ~row.ids, row.ids) for row in rows]
 
-    keys = "data.messages", "data.prompt", "data.completion", "data.text"
-    named = ", ".join(str(Setting(key)) for key in keys)
+    keys = ("data.messages", "data.prompt", "data.completion", "data.text")
+    tokenizer = encoder.tokenizer
     return Corpus(
         name=name,
-        files=paths,
+        files=files,
         tokenizer=None,
         dtype=np.int32,
-        settings=(
-            "chat",
-            encoder.tokenizer.fingerprint(),
-            encoder.tokenizer.marks.start,
-            encoder.tokenizer.marks.end,
-            encoder.loss_on,
-            fields,
-            written,
-            arguments,
-        ),
+        settings=("chat", tokenizer.fingerprint(), encoder.template, encoder.loss_on, fields),
         read=lambda position: document_blocks(
-            reader, paths, position, lambda record: fields.read(record, encoder), finish
+            reader, files, position, lambda record: fields.read(record, encoder), finish
         ),
         on_corrupt=on_corrupt,
-        words=NOT_A_CONVERSATION._replace(
-            fix=f"correct the record, name its fields ({named})",
+        wrong=(
+            "is not a conversation",
+            f"correct the record, name its fields ({', '.join(str(Setting(k)) for k in keys)})",
         ),
     )
-
-
-def _tell_joined(name: str, rows: Sequence[ChatRow]) -> None:
-    count = sum(row.joined for row in rows)
-    if count:
-        warnings.warn(
-            f"in {counted(count, 'conversation')} of {name}, one token holds the end of a prompt "
-            "and the beginning of its answer, and is not learned; end prompts without a space, "
-            "and begin answers with it",
-            stacklevel=2,
-        )
 
 
 def _rows(
@@ -367,14 +323,24 @@ def _rows(
         )
 
     def keep(starts: Ints, own: Ints) -> NDArray[np.bool_]:
-        fits = own <= row_length if too_long == "drop" else np.ones(len(own), bool)
-        return fits & _teach(tokens, starts, np.minimum(own, row_length))
+        ends = starts + np.minimum(own, row_length)
+        learned = [(tokens[s + 1 : e] < 0).any() for s, e in zip(starts, ends, strict=True)]
+        return np.array(learned, bool) & ((own <= row_length) | (too_long != "drop"))
 
     parts = partial(best_fit_parts, boundaries, row_length, keep, alone=not apart)
     suffix = f"{too_long}-{'best' if apart else 'single'}-rows-of-{row_length}"
     index = packed(entry, suffix, parts, row_length, corpus.name)
     empty = len(lengths) - len(index.starts) - (long if too_long == "drop" else 0)
-    _tell_left_out(corpus.name, len(lengths), long, empty, too_long, row_length)
+    facts = (
+        (
+            long,
+            f"are longer than a row of {row_length:,} tokens, and are {'dropped' if too_long == 'drop' else 'cut'}",
+        ),
+        (empty, "have nothing to learn within a row, and are left out"),
+    )
+    for count, what in facts:
+        if count:
+            tell(f"{count:,} of {len(lengths):,} conversations of {corpus.name} {what}")
     if not len(index):
         raise UserError(
             f"{corpus.name} leaves nothing to learn",
@@ -384,30 +350,3 @@ def _rows(
         )
     rows = LearnedRows(tokens, boundaries, index, corpus.name, encoder.tokenizer, apart)
     return with_count(rows, corrupt)
-
-
-def _teach(tokens: NDArray[Any], starts: Ints, lengths: Ints) -> NDArray[np.bool_]:
-    """Return which conversations have a learned token after their first, within these lengths."""
-    return np.array(
-        [
-            bool((tokens[start + 1 : start + length] < 0).any())
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-        ],
-        bool,
-    )
-
-
-def _tell_left_out(
-    name: str, count: int, long: int, empty: int, too_long: TooLong, row_length: int
-) -> None:
-    what = "cut" if too_long == "cut" else "left out"
-    if long:
-        tell(
-            f"{long:,} of {count:,} conversations of {name} are longer than a row of "
-            f"{row_length:,} tokens, and {'was' if long == 1 else 'were'} {what}"
-        )
-    if empty:
-        tell(
-            f"{empty:,} of {count:,} conversations of {name} {'has' if empty == 1 else 'have'} "
-            "nothing to learn within a row, and are left out"
-        )

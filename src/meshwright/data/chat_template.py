@@ -41,7 +41,7 @@ class ChatTemplate:
 
     text: str
     special_tokens: Mapping[str, str] = field(default_factory=dict[str, str])
-    origin: str = "the chat template"
+    origin: str = field(default="the chat template", repr=False)
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     today: str | None = None
 

@@ -32,7 +32,7 @@ _SOURCES = {
     "jsonl": "jsonl:JsonLines",
     "parquet": "parquet:ParquetRows",
     "array_record": "array_record:ArrayRecords",
-    "chat": "chat_source:ChatData",
+    "chat": "chat_source:chat_source",
     "arrays": "arrays:array_files",
     "images": "images:image_source",
     "digits": "digits:DigitSource",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,24 +16,7 @@ from meshwright.text.units import counted
 
 OnCorrupt = Literal["stop", "skip"]
 
-
-class Wording(NamedTuple):
-    """What is said about a record that is not used.
-
-    Attributes:
-        what: what is wrong with it.
-        one: one such record, with a verb.
-        several: several of them.
-        fix: what to do about it.
-    """
-
-    what: str = "cannot be read"
-    one: str = "corrupt record was"
-    several: str = "corrupt records were"
-    fix: str = "repair the record"
-
-
-CORRUPT = Wording()
+CANNOT_BE_READ = ("cannot be read", "repair the record")
 
 
 @dataclass
@@ -44,21 +27,21 @@ class CorruptRecords:
         policy: stop with an error, or skip.
         count: records skipped so far.
         first: what was wrong with the first of them.
-        words: what is said about them.
+        wrong: what is said about such a record, and what to do about it.
     """
 
     policy: OnCorrupt
     count: int = 0
     first: str = ""
-    words: Wording = CORRUPT
+    wrong: tuple[str, str] = CANNOT_BE_READ
 
     def add(self, where: str, why: str) -> None:
         """Raise an error for a record, or count it as skipped."""
         if self.policy == "stop":
             raise UserError(
-                f"{where} {self.words.what}",
+                f"{where} {self.wrong[0]}",
                 why=why,
-                fix=f"{self.words.fix}, or write {Setting('data.on_corrupt', 'skip')} to continue "
+                fix=f"{self.wrong[1]}, or write {Setting('data.on_corrupt', 'skip')} to continue "
                 "without it",
             )
         self.count += 1
@@ -71,7 +54,9 @@ class CorruptRecords:
 
     def summary(self) -> str:
         """Return how many records were skipped in words; empty if none were."""
-        skipped = counted(self.count, self.words.one, self.words.several)
+        if self.count and self.wrong != CANNOT_BE_READ:
+            return f"{counted(self.count, 'record')} of another form skipped"
+        skipped = counted(self.count, "corrupt record was", "corrupt records were")
         return f"{skipped} skipped" if self.count else ""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwright.data.build_once import Progress, build_once
 from meshwright.data.cache_entry import FORMAT, Entry, PartialEntry
-from meshwright.data.corrupt import CORRUPT, CorruptRecords, OnCorrupt, Wording, with_count
+from meshwright.data.corrupt import CANNOT_BE_READ, CorruptRecords, OnCorrupt, with_count
 from meshwright.data.document_marks import DocumentMarks
 from meshwright.data.documents import DocumentBlock, Packing, Position, tokenized
 from meshwright.data.fingerprints import changed, digests, stamp
@@ -48,7 +48,7 @@ class Corpus:
         settings: what else changes the tokens.
         read: yields the documents from a position on.
         on_corrupt: what to do about a record that cannot be read.
-        words: what is said about such a record.
+        wrong: what is said about such a record, and what to do about it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Corpus:
     settings: tuple[Any, ...]
     read: Callable[[Position], Iterator[DocumentBlock]]
     on_corrupt: OnCorrupt
-    words: Wording = CORRUPT
+    wrong: tuple[str, str] = CANNOT_BE_READ
 
     def rows(self, cache_dir: str | None, packing: Packing, sequence_length: int) -> Source:
         """Return the documents as rows of tokens, which are read from the cache.
@@ -154,9 +154,9 @@ class Corpus:
     def _corrupt(self, facts: dict[str, Any]) -> CorruptRecords:
         """Return the records that were skipped; raise for the first if that is not allowed."""
         if not facts["skipped"]:
-            return CorruptRecords(self.on_corrupt, words=self.words)
+            return CorruptRecords(self.on_corrupt, wrong=self.wrong)
         number, where, why = facts["first"]
-        found = CorruptRecords(self.on_corrupt, words=self.words)
+        found = CorruptRecords(self.on_corrupt, wrong=self.wrong)
         found.add(", ".join(filter(None, [str(self.files[number]), where])), why)
         found.count = facts["skipped"]
         return found
