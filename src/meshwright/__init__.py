@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from meshwright.data.arrays import ArraySource
     from meshwright.data.chat_source import ChatData
+    from meshwright.data.mixture import mix
     from meshwright.data.samples import Samples
     from meshwright.data.text_source import TextData
     from meshwright.errors import UserError
@@ -61,6 +62,7 @@ _NAMES = {
     "hf_model": "meshwright.weights.hf_model",
     "inspect_sharding": "meshwright.mesh.inspect",
     "ledger": "meshwright.ledgers.make_ledger",
+    "mix": "meshwright.data.mixture",
     "load_model": "meshwright.trainer.trained.load_model",
     "read_params": "meshwright.checkpoint",
     "replay": "meshwright.trainer.incidents.replay",
@@ -96,6 +98,7 @@ __all__ = [
     "inspect_sharding",
     "ledger",
     "load_model",
+    "mix",
     "pipeline",
     "read_params",
     "replay",

@@ -170,6 +170,8 @@ class LearnedRows(PackedRows):
         batch |= {
             "tokens": np.where(stored < 0, ~stored, stored),
             "mask": mask.astype(np.float32),
+            # The last token is only a target.
+            "positions": np.minimum(batch["positions"], self.sequence_length - 1),
         }
         if not self.apart:
             del batch["segment_ids"], batch["positions"]
@@ -331,11 +333,9 @@ def _rows(
     suffix = f"{too_long}-{'best' if apart else 'single'}-rows-of-{row_length}"
     index = packed(entry, suffix, parts, row_length, corpus.name)
     empty = len(lengths) - len(index.starts) - (long if too_long == "drop" else 0)
+    done = "dropped" if too_long == "drop" else "cut"
     facts = (
-        (
-            long,
-            f"are longer than a row of {row_length:,} tokens, and are {'dropped' if too_long == 'drop' else 'cut'}",
-        ),
+        (long, f"are longer than a row of {row_length:,} tokens, and are {done}"),
         (empty, "have nothing to learn within a row, and are left out"),
     )
     for count, what in facts:

@@ -17,7 +17,7 @@ KIND = "hf"
 BYTES_WITHOUT_TOKENIZER = ("text", "jsonl", "parquet", "array_record", "chat")
 """Kinds of data whose text is read as bytes without a tokenizer."""
 
-_TOKENIZED = (*BYTES_WITHOUT_TOKENIZER, "tokens")
+_TOKENIZED = (*BYTES_WITHOUT_TOKENIZER, "tokens", "mixture")
 """Kinds of data that take a tokenizer."""
 
 
