@@ -10,7 +10,9 @@ from tokenizer_folders import NAMES, make_folder
 
 import meshwright as mw
 from meshwright.data.chat_source import chat_source
+from meshwright.data.indexed_data import SourceData
 from meshwright.data.packing import best_fit
+from meshwright.data.shown_rows import shown_rows
 from meshwright.data.token_cache import take_origins
 from meshwright.errors import UserError
 from meshwright.models import build_model
@@ -235,3 +237,12 @@ def test_sources_are_made_in_python(write):
     assert len(documents(data)) == len(TALKS)
     texts = mw.TextData(path=write(["plain text"] * 9), sequence_length=15)
     assert texts.rows(np.arange(2))["tokens"].shape == (2, 16)
+
+
+def test_samples_are_shown_with_what_is_learned(write):
+    data = SourceData(chat(write(TALKS)), seed=0)
+    first = "".join(text for text, _ in shown_rows(data)[0])
+    assert (first, shown_rows(data)[0][1][0]) in map(expected, TALKS)
+    alone = SourceData(chat(write(TALKS[:1]), packing="none"), seed=0)
+    assert shown_rows(alone, 1) == [[("<u>a;<a>", False), ("b;", True)]]
+    assert shown_rows(SourceData(mw.TextData(sequence_length=15), seed=0)) == []
