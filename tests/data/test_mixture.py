@@ -12,7 +12,7 @@ from meshwright.data.config_data import ConfigData
 from meshwright.data.elements import Expected
 from meshwright.data.mixture import MixtureData, mix, shares_of
 from meshwright.data.order import sample_ids
-from meshwright.data.turns import Stage, Turns
+from meshwright.data.turns import Turns
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 
@@ -36,7 +36,7 @@ def shares(weights):
 def test_at_every_row_each_source_has_its_share_to_within_one(count):
     for seed in range(3):
         own = shares(weights_of(count, 10 * count + seed))
-        sources, numbers = Turns([Stage(0, own)]).rows(0, ROWS)
+        sources, numbers = Turns([(0, own)]).rows(0, ROWS)
         given = np.cumsum(np.eye(count, dtype=np.int64)[sources], axis=0)
         expected = np.arange(1, ROWS + 1)[:, None] * np.array(own, float)
         # The best that is possible for any shares.
@@ -57,7 +57,7 @@ def test_the_largest_deficit_would_not_keep_the_shares():
 
 
 def test_rows_do_not_depend_on_where_reading_begins():
-    stages = [Stage(0, shares(weights_of(4, 0))), Stage(1500, shares(weights_of(4, 1)))]
+    stages = [(0, shares(weights_of(4, 0))), (1500, shares(weights_of(4, 1)))]
     sources, numbers = Turns(stages).rows(0, 4000)
     for start, count in [(0, 1), (1499, 2), (1500, 1), (2048, 64), (3990, 10), (7, 1600)]:
         for turns in (Turns(stages), pickle.loads(pickle.dumps(Turns(stages)))):
@@ -136,7 +136,7 @@ def test_texts_fill_in_the_arrays_that_conversations_have(tmp_path):
     )
     assert set(evaluated.parts) == {"chat", "text"}
     assert set(evaluated.parts["text"].batch(0, 1)) == set(batch)
-    assert evaluated.num_samples == len(made["chat"]) + len(made["text"])
+    assert evaluated.parts["text"].num_samples == len(made["text"])
 
 
 def config_data(**keys):

@@ -181,14 +181,6 @@ class LearnedRows(PackedRows):
         """Return a fingerprint of the conversations and how they are packed."""
         return fingerprint_of("chat", super().fingerprint(), self.apart, len(self.index.starts))
 
-    def describe(self) -> str:
-        """Return the number of conversations and rows, and how full rows are."""
-        return (
-            f"{self.name}: {len(self.index.starts):,} conversations of "
-            f"{self.index.num_tokens:,} tokens in {len(self):,} rows of {self.sequence_length}, "
-            f"{self.index.fill:.0%} full"
-        )
-
 
 def find_template(
     given: str | None, tokenizer: str | None, arguments: Mapping[str, Any] | None = None

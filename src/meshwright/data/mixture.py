@@ -14,7 +14,7 @@ from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.indexed_data import SourceData
 from meshwright.data.order import sample_ids
 from meshwright.data.protocols import Data, HostBatch, Rows, Source
-from meshwright.data.turns import Shares, Stage, Turns
+from meshwright.data.turns import Turns
 from meshwright.errors import Setting, UserError
 
 Weights = Mapping[str, float]
@@ -40,7 +40,7 @@ def mix(sources: Mapping[str, Any], *, weights: Weights) -> Mixture:
     return Mixture(dict(sources), dict(weights))
 
 
-def shares_of(weights: Weights, sources: Mapping[str, Any]) -> Shares:
+def shares_of(weights: Weights, sources: Mapping[str, Any]) -> tuple[Fraction, ...]:
     """Return the share of each source, exactly as the weights are written."""
     for name in {**weights, **sources}:
         if name not in sources or name not in weights:
@@ -71,18 +71,18 @@ class MixtureData(Data):
         weights: the share of each; they are divided by their sum.
         seed: seed of the run.
         shuffle: whether each epoch of a source is shuffled anew.
-        stages: the weights of earlier runs, from which step on; then those of this run.
+        stages: the step from which on a run had some weights, for all runs so far.
     """
 
     sources: Mapping[str, Source]
     weights: Weights
     seed: int
     shuffle: bool = True
-    stages: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    stages: list[tuple[int, dict[str, float]]] = field(init=False)
+    _assigned: Turns | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        shares_of(self.weights, self.sources)
-        self.stages = self.stages or [(0, dict(self.weights))]
+        self.stages = [(0, dict(self.weights))]
 
     @property
     def has_every_batch(self) -> bool:
@@ -116,9 +116,10 @@ class MixtureData(Data):
 
     def counts(self, step: int, batch_size: int) -> dict[str, tuple[int, float]]:
         """Return the rows that each source gave before a step, and how many it should have."""
-        turns, row = self._turns(batch_size), step * batch_size
-        pairs = zip(self.sources, turns.at(row).counts, turns.expected(row), strict=True)
-        return {name: (count, float(expected)) for name, count, expected in pairs}
+        turns = self._turns(batch_size)
+        place = turns.at(step * batch_size)
+        each = zip(self.sources, place.counts, place.owed, strict=True)
+        return {name: (count, count + owed / turns.parts) for name, count, owed in each}
 
     def position(self, step: int) -> Any:
         """Return the weights of all steps so far, which say where each source is."""
@@ -148,11 +149,8 @@ class MixtureData(Data):
         )
 
     def _turns(self, batch_size: int) -> Turns:
-        stages = [
-            Stage(start * batch_size, shares_of(weights, self.sources))
-            for start, weights in self.stages
-        ]
-        if self.__dict__.get("_assigned") is None or self._assigned.stages != tuple(stages):
+        stages = [(at * batch_size, shares_of(own, self.sources)) for at, own in self.stages]
+        if self._assigned is None or self._assigned.stages != tuple(stages):
             self._assigned = Turns(stages)
         return self._assigned
 
@@ -229,36 +227,19 @@ class FilledSource:
 
 
 @dataclass(frozen=True)
-class PartsData(Data):
-    """The sources of a mixture to evaluate on, one after the other.
+class PartsData(SourceData):
+    """The sources of a mixture to evaluate on, each for itself; the first stands for all.
 
     Attributes:
         members: the data of each source by name.
     """
 
-    members: Mapping[str, Data]
+    members: Mapping[str, Data] = field(default_factory=dict[str, Data])
 
     @property
     def parts(self) -> Mapping[str, Data]:
         """The data of each source by name."""
         return self.members
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all sources."""
-        return sum(member.num_samples or 0 for member in self.members.values())
-
-    def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
-        """Return a batch of the first source."""
-        return next(iter(self.members.values())).batch(step, batch_size, rows)
-
-    def fingerprint(self) -> str:
-        """Return a fingerprint of all sources."""
-        return fingerprint_of(*(member.fingerprint() for member in self.members.values()))
-
-    def describe(self) -> str:
-        """Return the number of samples of each source."""
-        return ", ".join(f"{n}: {member.num_samples} samples" for n, member in self.members.items())
 
 
 def held_out_parts(sources: Mapping[str, Source | None], like: HostBatch, seed: int) -> Data | None:
@@ -268,4 +249,6 @@ def held_out_parts(sources: Mapping[str, Source | None], like: HostBatch, seed: 
         for name, source in sources.items()
         if source is not None and len(source)
     }
-    return PartsData(members) if members else None
+    if not members:
+        return None
+    return PartsData(next(iter(members.values())).source, seed, shuffle=False, members=members)
