@@ -125,10 +125,8 @@ def test_what_does_not_fit_is_cut_dropped_or_refused_and_counted(write):
     cut = documents(chat(path))
     assert sorted(text for text, _ in cut) == ["<u>a;<a>b;", "<u>hi;<a>" + "x" * 23]
     told = "\n".join(take_origins())
-    assert "2 of 3 conversations" in told
-    assert "longer than a row of 32 tokens, and are cut" in told
-    assert "1 of 3 conversations" in told
-    assert "nothing to learn within a row" in told
+    assert "longer than a row of 32 tokens, and cut: 2 of 3 conversations" in told
+    assert "without anything to learn within a row, and left out: 1 of 3 conversations" in told
     assert documents(chat(path, too_long="drop")) == [("<u>a;<a>b;", "b;")]
     assert "2 of 3" in "\n".join(take_origins())
     with pytest.raises(UserError, match=r"2 conversations .*do not fit into a row") as error:

@@ -326,13 +326,13 @@ def _rows(
     index = packed(entry, suffix, parts, row_length, corpus.name)
     empty = len(lengths) - len(index.starts) - (long if too_long == "drop" else 0)
     done = "dropped" if too_long == "drop" else "cut"
-    facts = (
-        (long, f"are longer than a row of {row_length:,} tokens, and are {done}"),
-        (empty, "have nothing to learn within a row, and are left out"),
-    )
-    for count, what in facts:
+    facts = {
+        f"longer than a row of {row_length:,} tokens, and {done}": long,
+        "without anything to learn within a row, and left out": empty,
+    }
+    for what, count in facts.items():
         if count:
-            tell(f"{count:,} of {len(lengths):,} conversations of {corpus.name} {what}")
+            tell(f"{what}: {count:,} of {len(lengths):,} conversations of {corpus.name}")
     if not len(index):
         raise UserError(
             f"{corpus.name} leaves nothing to learn",
