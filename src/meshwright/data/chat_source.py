@@ -137,8 +137,8 @@ class ChatFields:
         if self.messages in known:
             made = encoder.conversation(known[self.messages], self.messages, **more)
         elif self.prompt in known and self.completion in known:
-            both, names = (self.prompt, self.completion), (self.prompt, self.completion)
-            made = encoder.completion(*(known[name] for name in both), names, **more)
+            names = (self.prompt, self.completion)
+            made = encoder.completion(known[names[0]], known[names[1]], names, **more)
         elif self.text in known:
             made = encoder.text(known[self.text], self.text)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from meshwright.data.protocols import Data
@@ -14,7 +16,8 @@ def shown_rows(data: Data, count: int = 3) -> list[list[tuple[str, bool]]]:
 
     Rows of which everything is learned are not shown.
     """
-    batch = {} if data.tokenizer is None or data.forward_only else data.batch(0, count)
+    tokenizer: Any = data.tokenizer
+    batch = {} if tokenizer is None or data.forward_only else data.batch(0, count)
     if not isinstance(batch, dict) or not {"tokens", "mask"} <= batch.keys():
         return []
     shown = list[list[tuple[str, bool]]]()
@@ -26,5 +29,5 @@ def shown_rows(data: Data, count: int = 3) -> list[list[tuple[str, bool]]]:
         tokens, learned = (a[: min(length, MOST_TOKENS)] for a in (batch["tokens"][row], learned))
         cuts = np.flatnonzero(np.diff(learned)) + 1
         parts = zip(np.split(tokens, cuts), np.split(learned, cuts), strict=True)
-        shown.append([(data.tokenizer.decode(part), bool(own[0])) for part, own in parts])
+        shown.append([(tokenizer.decode(part), bool(own[0])) for part, own in parts])
     return shown
