@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, Literal
 
 import numpy as np
@@ -30,12 +31,14 @@ class ChatText:
         learned: the parts of it that are learned.
         marked: whether a template marks these parts, or else they follow prompts.
         whole: whether the text has its own start and end tokens, as a template writes them.
+        prompt: the prompt alone, if a template writes it otherwise than with its answer.
     """
 
     text: str
     learned: Sequence[Span]
     marked: bool = False
     whole: bool = True
+    prompt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,7 @@ class ChatRow:
     Attributes:
         ids: the tokens [T].
         mask: whether each is learned: predicted from those before it [T].
-        joined: whether a token holds the end of a prompt and the beginning of its answer; it is
-            not learned.
+        joined: whether the tokens of a prompt alone differ from those before its answer.
     """
 
     ids: NDArray[np.int32]
@@ -118,9 +120,9 @@ class ChatEncoder:
         read = read_messages(prompt, names[0])
         both, template = [*read, *read_messages(completion, names[1])], self._template(names[0])
         text, before = template.write(both, **more), template.write(read, reply=True, **more)
-        if not text.startswith(before):
-            raise ValueError(f"{template.origin} writes the prompt differently before an answer")
-        return ChatText(text, [(0 if self.loss_on == "all" else len(before), len(text))])
+        same = len(commonprefix([before, text]))  # noqa: RUF071
+        begin = 0 if self.loss_on == "all" else same
+        return ChatText(text, [(begin, len(text))], prompt=before)
 
     def text(self, text: Any, name: str = "text") -> ChatText:
         """Return a text, all of which is learned."""
@@ -130,8 +132,9 @@ class ChatEncoder:
         """Return the tokens of conversations."""
         bounds = [_bounds(text) for text in texts]
         encoded = self.tokenizer.encode_places([text.text for text in texts])
-        before = [t.text[:at] for t, own in zip(texts, bounds, strict=True) for at in own]
-        prefixes = iter(self.tokenizer.encode_many(before))
+        prefixes = iter(
+            self.tokenizer.encode_many([each for own in bounds for each in own.values()])
+        )
         rows = list[ChatRow]()
         for text, own, (ids, places) in zip(texts, bounds, encoded, strict=True):
             known = {at: next(prefixes) for at in own}
@@ -206,18 +209,17 @@ def _turn(
     )
 
 
-def _bounds(text: ChatText) -> list[int]:
-    """Return the places in a text up to which its tokens are compared."""
-    if text.marked:
-        return []
-    places = sorted({place for span in text.learned for place in span})
-    return [place for place in places if 0 < place < len(text.text)]
+def _bounds(text: ChatText) -> dict[int, str]:
+    """Return what comes before each place of a text where something learned begins or ends."""
+    places = () if text.marked else sorted({place for span in text.learned for place in span})
+    inside = (place for place in places if 0 < place < len(text.text))
+    return {place: text.prompt or text.text[:place] for place in inside}
 
 
 def _mask(
     text: ChatText, ids: NDArray[Any], places: NDArray[np.int64], before: Mapping[int, Any]
 ) -> tuple[NDArray[np.bool_], bool]:
-    """Return which tokens are learned, and whether one of them was left out."""
+    """Return which tokens are learned, and whether one of them begins before its answer."""
     mask, joined = np.zeros(len(ids), bool), False
     for begin, end in text.learned:
         if text.marked:
@@ -226,10 +228,7 @@ def _mask(
         first, last = 0, len(ids)
         if begin in before:
             first, exact = _count(ids, before[begin])
-            if not exact:
-                # The token at `first` is another than at the end of the prompt.
-                joined = True
-                first = max(first + 1, int((places[:, 0] < begin).sum()))
+            joined |= not exact
         if end in before:
             last, _ = _count(ids, before[end])
         mask[first:last] = True

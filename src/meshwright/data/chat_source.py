@@ -268,9 +268,10 @@ def _corpus(
         rows = encoder.rows(texts)
         if joined := sum(row.joined for row in rows):
             warnings.warn(
-                f"in {counted(joined, 'conversation')} of {name}, one token holds the end of a "
-                "prompt and the beginning of its answer, and is not learned; end prompts without "
-                "a space, and begin answers with it",
+                f"in {counted(joined, 'conversation')} of {name}, a prompt alone has other tokens "
+                "than before its answer, which is learned from where they differ: end prompts "
+                "without a space, and begin answers with it, or take a template that writes both "
+                "alike",
                 stacklevel=2,
             )
         return [np.where(row.mask, ~row.ids, row.ids) for row in rows]

@@ -32,7 +32,7 @@ class HasBatches(Protocol):
         ...
 
 
-UserData = HasBatches | Source | Samples | Iterable[Batch] | Callable[..., Batch]
+UserData = HasBatches | Source | Samples | Mixture | Iterable[Batch] | Callable[..., Batch]
 """Data as users pass it; see `as_data`."""
 
 BATCH_PARAMETERS = ("step", "batch_size")
