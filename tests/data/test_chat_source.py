@@ -15,8 +15,9 @@ from meshwright.data.packing import best_fit
 from meshwright.data.shown_rows import shown_rows
 from meshwright.data.token_cache import take_origins
 from meshwright.errors import UserError
-from meshwright.models import build_model
+from meshwright.models import build_model, find_builder
 from meshwright.program.evaluate.widen import wide_evaluator
+from meshwright.recipe import takes_segments
 from meshwright.tasks.language_modeling import LanguageModeling
 
 TEMPLATE = (
@@ -49,8 +50,9 @@ def write(tmp_path):
     return write
 
 
-def chat(path=None, *, sequence_length=31, template=TEMPLATE, **settings):
-    return chat_source(path=path, sequence_length=sequence_length, template=template, **settings)
+def chat(path=None, **settings):
+    usual = {"sequence_length": 31, "template": TEMPLATE, "packing": "best_fit"}
+    return chat_source(path=path, **{**usual, **settings})
 
 
 def documents(data):
@@ -88,6 +90,23 @@ def test_every_conversation_is_in_one_row_whole_and_apart(write, name):
     assert set(alone.rows(np.arange(2))) == {"tokens", "mask"}
     assert documents(alone) == [expected(record) for record in TALKS]
     assert alone.fingerprint() != data.fingerprint()
+
+
+def test_rows_are_packed_only_for_models_that_tell_conversations_apart(write):
+    path = write(TALKS)
+    for packing, takes, packed in [
+        ("auto", True, True), ("auto", False, False), ("auto", None, False),
+        ("best_fit", None, True), ("none", True, False),
+    ]:  # fmt: skip
+        take_origins()
+        data = chat(path, packing=packing, takes_segments=takes)
+        assert ("segment_ids" in data.rows(np.arange(1))) == packed
+        told = [line for line in take_origins() if "conversations have a row each" in line]
+        assert len(told) == (packing == "auto" and not packed)
+    with pytest.raises(UserError, match=r"data.packing=best_fit does not fit the model"):
+        chat(path, takes_segments=False)
+    kinds = {"gemma3": True, "gpt": True, "lstm": False}
+    assert {kind: takes_segments(find_builder(kind)) for kind in kinds} == kinds
 
 
 def test_forms_of_records_may_be_mixed_and_fields_renamed(write):
@@ -214,7 +233,7 @@ def test_packed_conversations_have_the_gradients_of_those_alone(write, kind):
     path = write(TALKS[:12])
     batches = [
         (data := chat(path, packing=packing)).rows(np.arange(len(data)))
-        for packing in ("auto", "none")
+        for packing in ("best_fit", "none")
     ]
     assert len(batches[0]["tokens"]) < len(batches[1]["tokens"])
     sizes = {"num_blocks": 1}

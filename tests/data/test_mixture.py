@@ -122,7 +122,7 @@ def test_texts_fill_in_the_arrays_that_conversations_have(tmp_path):
     (tmp_path / "t.txt").write_text("some text to read " * 20)
     said = [{"prompt": "a", "completion": "b" * n} for n in range(1, 9)]
     made = {
-        "chat": mw.ChatData(records=said, sequence_length=15),
+        "chat": mw.ChatData(records=said, sequence_length=15, packing="best_fit"),
         "text": mw.TextData(path=str(tmp_path / "t.txt"), sequence_length=15),
     }
     data = as_data(mw.mix(made, weights={"chat": 0.5, "text": 0.5}), 0)

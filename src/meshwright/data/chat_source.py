@@ -41,8 +41,8 @@ TooLong = Literal["cut", "drop", "stop"]
 """What happens to a conversation longer than a row: its end is cut off, it is left out, or the run
 does not start."""
 
-ChatPacking = Literal["auto", "none"]
-"""Whether rows hold several conversations, if the model can tell them apart, or one each."""
+ChatPacking = Literal["auto", "best_fit", "none"]
+"""Whether rows hold several conversations: if the model is known to tell them apart, yes, or no."""
 
 TODAY = "2025-01-01"
 """The date for templates that write today's: the tokens of a run must not change overnight."""
@@ -67,7 +67,7 @@ def chat_source(
     loss_on: LossOn = "assistant",
     too_long: TooLong = "cut",
     packing: ChatPacking = "auto",
-    takes_segments: bool = True,
+    takes_segments: bool | None = None,
     messages: str = "messages",
     prompt: str = "prompt",
     completion: str = "completion",
@@ -90,9 +90,9 @@ def chat_source(
         loss_on: learn every turn of the ``assistant``, the ``last``, or ``all`` tokens. Of a
             prompt with a completion, the completion is learned.
         too_long: ``cut`` conversations longer than a row, ``drop`` them, or ``stop``.
-        packing: ``auto`` puts several conversations into a row by best fit if the model can tell
-            them apart; ``none`` gives each a row of its own.
-        takes_segments: whether the model can tell them apart: its call takes ``segment_ids``.
+        packing: ``best_fit`` puts several conversations into a row, ``none`` gives each its own;
+            ``auto`` packs them if the model is known to tell them apart.
+        takes_segments: whether it does: its call takes ``segment_ids``. None if it is not known.
         messages: the field with the messages.
         prompt: the field with the prompt: text, or messages.
         completion: the field with what follows the prompt.
@@ -105,12 +105,18 @@ def chat_source(
     check_vocabulary(loaded, vocab_size)
     found = find_template(template, tokenizer, template_arguments)
     encoder = ChatEncoder(loaded, found, loss_on)
-    apart = packing == "auto" and takes_segments
-    if packing == "auto" and not takes_segments:
-        tell(
-            "conversations have a row each, because the model's call takes no `segment_ids`, by "
-            "which it would tell several in one row apart"
+    apart = packing == "best_fit" or (packing == "auto" and takes_segments is True)
+    apart_by = "`segment_ids`, by which it would tell several in a row apart"
+    why = f"the model's call takes no {apart_by}"
+    if packing == "best_fit" and takes_segments is False:
+        raise UserError(
+            f"{Setting('data.packing', packing)} does not fit the model",
+            why=why,
+            fix=f"write {Setting('data.packing', 'none')}, or give its call this parameter",
         )
+    if packing == "auto" and not apart:
+        unknown = f"it is not known whether the model's call takes {apart_by}"
+        tell(f"conversations have a row each: {unknown if takes_segments is None else why}")
     fields = ChatFields(messages, prompt, completion, text)
     corpus = _corpus(path, records, fields, encoder, on_corrupt)
     return _rows(corpus, encoder, cache_dir, sequence_length, too_long, apart)
