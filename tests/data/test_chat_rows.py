@@ -117,6 +117,11 @@ BAD = {
     "nothing": ([], r"`messages` has no messages"),
     "a list of text": (["hi"], r"message 1 of `messages` is a str, not an object"),
     "ShareGPT": ([{"from": "human", "value": "a"}], r"has no `role`, but from, value"),
+    "an image": (
+        [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}],
+        r"message 1 of `messages` is a list of more than text",
+    ),
+    "half a character": ([{"role": "user", "content": "\ud83d"}], r"is not Unicode text"),
     "a number": ([{"role": "user", "content": 3}], r"the `content` of message 1 of `messages`"),
 }
 
@@ -126,6 +131,12 @@ def test_wrong_messages_say_what_is_wrong(case):
     given, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         encoder().conversation(given)
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "yé"}, {"type": "text", "text": "s", "image": None}]
+    talk = [*said("hé"), {"role": "assistant", "content": parts}]
+    assert learned(encoder().row(encoder().conversation(talk))) == "yés;"
 
 
 def test_other_wrong_forms_say_what_is_wrong(tmp_path):

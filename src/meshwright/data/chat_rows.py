@@ -182,13 +182,21 @@ def read_messages(given: Any, name: str) -> list[Message]:
                 f"message {number} of `{name}` has no `role`, but {', '.join(known) or 'nothing'}"
             )
         # A turn that only calls tools has no content.
-        content = known.setdefault("content", "")
-        if not isinstance(content, str | list):
-            raise ValueError(f"the `content` of message {number} of `{name}` is {a_type(content)}")
-        read.append(known)
+        content = known.get("content", "")
+        if isinstance(content, list) and all(_is_text(part) for part in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            what = "a list of more than text" if isinstance(content, list) else a_type(content)
+            raise ValueError(f"the `content` of message {number} of `{name}` is {what}")
+        read.append({**known, "content": content})
     if not read:
         raise ValueError(f"`{name}` has no messages")
     return read
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message is text, and not an image."""
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
 def _turn(

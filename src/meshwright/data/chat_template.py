@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.document_marks import CONFIG
+from meshwright.data.documents import check_text
 from meshwright.errors import UserError, first_line, missing_package
 from meshwright.text.json_text import parse_json
 
@@ -25,6 +26,10 @@ Span = tuple[int, int]
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Noncharacters around what the assistant says, while a text is written with its marks."""
+
+
+_FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What the code of a template may raise, besides errors of its own."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +100,12 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         values = {**self.special_tokens, **self.arguments, **more}
+        template = self._compiled[marked]
         try:
-            return self._compiled[marked].render(messages=list(messages), **values)
-        except (TemplateError, TypeError, OverflowError) as error:
+            text = template.render(messages=list(messages), **values)
+        except (TemplateError, *_FAILURES) as error:
             raise ValueError(f"the template fails: {first_line(error)}") from error
+        return check_text(text, "the conversation")
 
     @cached_property
     def _compiled(self) -> tuple[Any, Any]:
