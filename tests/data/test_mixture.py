@@ -89,9 +89,11 @@ def test_each_source_is_read_in_its_own_order_whatever_reads_it():
         own = whole[whole[:, 0] == number, 1]
         alone = sample_ids(seed=3, step=0, batch_size=len(own), num_samples=size)
         np.testing.assert_array_equal(own, alone)
-    # Two processes with half of each batch, and one that begins later.
-    halves = [mixture(a=6, b=3, c=1).batch(9, 8, np.arange(4) + at)["x"] for at in (0, 4)]
-    np.testing.assert_array_equal(np.concatenate(halves), whole[72:80])
+    # Processes that read a part of each batch.
+    for count in (1, 2, 4):
+        parts = np.split(np.arange(8), count)
+        read_apart = [mixture(a=6, b=3, c=1).batch(9, 8, part)["x"] for part in parts]
+        np.testing.assert_array_equal(np.concatenate(read_apart), whole[72:80])
     copy = pickle.loads(pickle.dumps(mixture(a=6, b=3, c=1)))
     np.testing.assert_array_equal(read(copy, [39]), whole[312:])
 
