@@ -221,7 +221,7 @@ def planner_accuracy(record: dict[str, Any]) -> list[str]:
     return [*table(heads, axes), "", *table(("plan", "state and batch exact", "sent"), rows)]
 
 
-def gpu_planner(record: dict[str, Any]) -> list[str]:
+def gpu_sustained(record: dict[str, Any]) -> list[str]:
     """Predicted and measured memory and time of every point."""
     rows = [
         [
@@ -467,6 +467,17 @@ def gpu_memory(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def gpu_unseen(record: dict[str, Any]) -> list[str]:
+    """One row for each plan, as it was predicted before anything was compiled."""
+    rows = [
+        [row["case"]]
+        + [f"{row[name] / 2**30:.2f} GiB" for name in ("total_bytes", "predicted_total_bytes")]
+        + [f"{row['error']:+.1%}"]
+        for row in record["rows"]
+    ]
+    return table(("plan", "compiled", "predicted", "error"), rows)
+
+
 def share(part: dict[str, Any] | None) -> str:
     return f"{part['overlapped']:.0%}" if part else "–"
 
@@ -504,7 +515,7 @@ TABLES = {
     "soak": soak,
     "ddp_scaling": ddp_scaling,
     "planner_accuracy": planner_accuracy,
-    "gpu_planner": gpu_planner,
+    "gpu_sustained": gpu_sustained,
     "gpu_choice": gpu_choice,
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
@@ -516,6 +527,7 @@ TABLES = {
     "gpu_largest": gpu_largest,
     "gpu_overlap": gpu_overlap,
     "gpu_memory": gpu_memory,
+    "gpu_unseen": gpu_unseen,
     "gpu_pipeline": gpu_pipeline,
 }
 

@@ -291,7 +291,7 @@ def missing_word(span: str) -> str:
 COMMENT = r"<!-- (\w+): (max|median|first) ([\w .-]+?)(?: = (.+?))? -->"
 """A figure's source: the record, which of its values, and their path.
 
-It stands right after the figure, ``7%<!-- gpu_planner: max rows.memory_error -->``. Before a fenced
+It stands right after the figure, ``7%<!-- gpu_sustained: max rows.memory_error -->``. Before a fenced
 block it repeats the figure as it is in the block, after ``=``.
 """
 
@@ -345,7 +345,7 @@ def test_figures_from_records_are_what_was_measured(page):
 @pytest.mark.parametrize(
     "text",
     [
-        "at most 99%<!-- gpu_planner: max rows.memory_error -->",
+        "at most 99%<!-- gpu_sustained: max rows.memory_error -->",
         "less than 0.1 GiB<!-- data_scale: max two processes.peak_mib -->",
         "<!-- gpu_overlap: first rows.sent_bytes = 805.0 MB -->\n```text\n806.0 MB\n```\n",
     ],

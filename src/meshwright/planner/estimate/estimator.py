@@ -317,11 +317,13 @@ class Estimator:
         sizes = self._sizes(case, program)
         key = (state_key(plan), case.variant, plan.batch.micro_batch_size)
         if key not in self._peaks:
-            self._peaks[key] = peak_of(program.timeline, sizes)
+            in_place = _part_sums(program, sizes) if _sums_in_place(plan) else 0.0
+            self._peaks[key] = peak_of(program.timeline, sizes, in_place)
         whole, blocks = self._peaks[key], program.blocks
         if plan.size("pipe") == 1:
             whole = _with(whole, "activations", self._held_twice(case, program, sizes))
-            return _with(whole, "working", _part_sums(program, sizes))
+            added = 0.0 if _sums_in_place(plan) else _part_sums(program, sizes)
+            return _with(whole, "working", added)
         if blocks is None:
             return whole
         return self._stage_peak(plan, whole, program, sizes, self._recomputed(case))
@@ -406,7 +408,13 @@ def _depth(plan: Plan, blocks: BlockParts) -> float:
 def _part_sums(program: GradientProgram, sizes: DeviceSizes) -> float:
     """Return the bytes that a loss in parts adds its gradients up in; 0 if it is not in parts."""
     in_parts = any(sizes.rows > limit for limit in sizes.row_limit.values())
-    return program.loss_parts.sums if in_parts else 0
+    shards = max((sizes.tensor.get(each, 1) for each in sizes.row_limit), default=1)
+    return program.loss_parts.sums / shards if in_parts else 0.0
+
+
+def _sums_in_place(plan: Plan) -> bool:
+    """Whether the rule `SUMMED_IN_PLACE` applies."""
+    return blocks_of(plan) == "unroll"
 
 
 def _with(peak: Peak, use: Use, nbytes: float) -> Peak:

@@ -136,6 +136,21 @@ PACKED_ARRAYS = Rule(
     jax="0.11.2",
     value=1 / 200,
 )
+WHOLE_GRADIENTS = Rule(
+    models="A gradient is whole until the next one is computed: reducing it runs beside that.",
+    record="gpu_unseen",
+    rows="MLP, 8192 wide, fsdp=8",
+    jax="0.11.2",
+    value=None,
+)
+SUMMED_IN_PLACE = Rule(
+    models="Where blocks run one by one, a loss in parts adds the gradients of its parts up in the "
+    "memory of their sum.",
+    record="gpu_unseen",
+    rows="Qwen, wide",
+    jax="0.11.2",
+    value=None,
+)
 STAGE_MICROBATCHES = Rule(
     models="Besides the slots of its schedule, a stage holds the saved values of this many "
     "microbatches: one that it writes to a slot, and one that it has read.",

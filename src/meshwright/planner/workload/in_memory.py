@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,7 +69,21 @@ def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
     """Return how long each array of a program is in memory, in moments of the whole program."""
     found: list[Lifetime] = []
     _walk(kernels, 0, found, backward=None)
-    return found
+    return found + _unreduced(found)
+
+
+def _unreduced(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
+    """Return how long gradients are whole: until the next one is (rule `WHOLE_GRADIENTS`)."""
+    made = sorted((each for each in lifetimes if each.array.gradient is not None), key=_start)
+    following = [*(each.start for each in made[1:]), max((e.end for e in made), default=0)]
+    return [
+        replace(each, copied=True, end=max(each.start, after))
+        for each, after in zip(made, following, strict=True)
+    ]
+
+
+def _start(each: Lifetime) -> int:
+    return each.start
 
 
 def _walk(
@@ -145,17 +159,22 @@ def working_in(
     return float(_live(timeline.sizes(sizes)[kept], start[kept], end[kept]).max())
 
 
-def peak_of(timeline: Timeline, sizes: DeviceSizes) -> Peak:
+def peak_of(timeline: Timeline, sizes: DeviceSizes, summed: float = 0.0) -> Peak:
     """Return the peak of a program, its arguments not included.
 
     Args:
         timeline: how long its arrays are in memory.
         sizes: how large they are.
+        summed: bytes that a loss in parts adds its gradients up in; the parts' own gradients are
+            added there as they are computed (rule `SUMMED_IN_PLACE`).
     """
     lifetimes, start, end = timeline.lifetimes, timeline.start, timeline.end
     if not lifetimes:
         return Peak(0.0, dict.fromkeys(USES, 0.0))
     nbytes = timeline.sizes(sizes)
+    if summed:
+        sums = [not each.array.classes & sizes.batch for each in lifetimes]
+        nbytes = np.where(np.isclose(nbytes, summed) & sums, 0.0, nbytes)
     live = _live(nbytes, start, end)
     at = int(live.argmax())
     most = float(live[at])
@@ -163,8 +182,8 @@ def peak_of(timeline: Timeline, sizes: DeviceSizes) -> Peak:
     for number in np.flatnonzero((start <= at) & (end >= at)).tolist():
         uses[_use(lifetimes[number], sizes)] += float(nbytes[number])
     packed = _packed(nbytes, start, end, most * PACKED_ARRAYS.value)
-    uses["working"] += max(0.0, packed - most)
-    return Peak(max(most, packed), uses)
+    uses["working"] += max(0.0, packed - most) + summed
+    return Peak(max(most, packed) + summed, uses)
 
 
 def _live(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:

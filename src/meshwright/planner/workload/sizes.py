@@ -61,7 +61,13 @@ class DeviceSizes:
         return known
 
     def of_copy(self, array: Array) -> float:
-        """Return the bytes of a copied input: a gathered weight or a row of a loop."""
+        """Return the bytes of a copied input: a gathered weight or a row of a loop.
+
+        For a gradient, those that it has more before it is reduced.
+        """
+        if array.gradient is not None:
+            leaf = self.leaves.get(array.gradient, WHOLE)
+            return array.nbytes * (leaf.whole - leaf.gradient)
         if array.leaf is None:
             return self.of(array) if self.loops else 0.0
         leaf = self.leaves.get(array.leaf, WHOLE)
