@@ -110,7 +110,7 @@ class MixtureData(Data):
         for number, source in enumerate(self.sources.values()):
             own = chosen == number
             if own.any():
-                for name, values in filled(source.rows(ids[own]), self._like).items():
+                for name, values in FilledSource(source, self._like).rows(ids[own]).items():
                     batch[name][own] = values
         return batch
 
@@ -174,15 +174,41 @@ class MixtureData(Data):
         return common_form(self.sources)
 
 
+@dataclass(frozen=True)
+class FilledSource:
+    """A source of a mixture with all arrays of the mixture.
+
+    Rows of tokens without them are learned whole, and are one document each.
+
+    Attributes:
+        source: the source.
+        like: one row of every array.
+    """
+
+    source: Any
+    like: HostBatch
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def rows(self, ids: Rows) -> HostBatch:
+        """Return the rows with these numbers."""
+        batch = dict(self.source.rows(ids))
+        for key in self.like.keys() - batch.keys():
+            shape = (len(ids), *self.like[key].shape[1:])
+            # The last token is only a target.
+            value = np.minimum(np.arange(shape[1]), shape[1] - 2) if key == "positions" else 1
+            batch[key] = np.broadcast_to(value, shape).astype(self.like[key].dtype)
+        return batch
+
+
 def common_form(sources: Mapping[str, Source]) -> HostBatch:
     """Return one row of every array that some source has; refuse sources that do not fit."""
-    found: HostBatch = {}
     firsts = {name: dict(source.rows(np.zeros(1, np.int64))) for name, source in sources.items()}
-    for batch in firsts.values():
-        found = {**batch, **found}
+    found = {key: like for batch in reversed(firsts.values()) for key, like in batch.items()}
     for name, batch in firsts.items():
         for key, like in found.items():
-            if key not in batch and (key not in _DEFAULTS or "tokens" not in batch):
+            if key not in batch and not (key in _FILLED and "tokens" in batch):
                 raise UserError(
                     f"the source `{name}` has no `{key}`, which others of the mixture have",
                     why=f"it has {', '.join(batch)}",
@@ -197,33 +223,7 @@ def common_form(sources: Mapping[str, Source]) -> HostBatch:
     return found
 
 
-_DEFAULTS = ("mask", "segment_ids", "positions")
-
-
-def filled(batch: Any, like: HostBatch) -> HostBatch:
-    """Return a batch of tokens with the arrays it lacks: all is learned, a row is one document."""
-    more: HostBatch = {}
-    for key in like.keys() - batch.keys():
-        shape = (len(batch["tokens"]), *like[key].shape[1:])
-        # The last token is only a target.
-        value = np.minimum(np.arange(shape[1]), shape[1] - 2) if key == "positions" else 1
-        more[key] = np.broadcast_to(value, shape).astype(like[key].dtype)
-    return {**batch, **more}
-
-
-@dataclass(frozen=True)
-class FilledSource:
-    """A source of a mixture with all arrays of the mixture."""
-
-    source: Any
-    like: HostBatch
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def rows(self, ids: Rows) -> HostBatch:
-        """Return the rows with these numbers."""
-        return filled(self.source.rows(ids), self.like)
+_FILLED = ("mask", "segment_ids", "positions")
 
 
 @dataclass(frozen=True)

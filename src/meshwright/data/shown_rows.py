@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from meshwright.data.protocols import Data
@@ -16,8 +14,10 @@ def shown_rows(data: Data, count: int = 3) -> list[list[tuple[str, bool]]]:
 
     Rows of which everything is learned are not shown.
     """
-    tokenizer: Any = data.tokenizer
-    batch = {} if tokenizer is None or data.forward_only else data.batch(0, count)
+    tokenizer = data.tokenizer
+    if tokenizer is None or data.forward_only:
+        return []
+    batch = data.batch(0, count)
     if not isinstance(batch, dict) or not {"tokens", "mask"} <= batch.keys():
         return []
     shown = list[list[tuple[str, bool]]]()
