@@ -17,7 +17,10 @@ if TYPE_CHECKING:
         TrackingConfig,
     )
     from meshwright.data.arrays import ArraySource
+    from meshwright.data.chat_source import ChatData
+    from meshwright.data.mixture import mix
     from meshwright.data.samples import Samples
+    from meshwright.data.text_source import TextData
     from meshwright.errors import UserError
     from meshwright.generation.generate import generate
     from meshwright.ledgers import ledger
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "ArraySource": "meshwright.data.arrays",
     "Callback": "meshwright.trainer",
+    "ChatData": "meshwright.data.chat_source",
     "CheckpointConfig": "meshwright.config.schema",
     "Config": "meshwright.config.schema",
     "EarlyStopping": "meshwright.trainer",
@@ -45,6 +49,7 @@ _NAMES = {
     "Samples": "meshwright.data.samples",
     "ShardingConfig": "meshwright.config.schema",
     "StopReason": "meshwright.trainer",
+    "TextData": "meshwright.data.text_source",
     "TrackingConfig": "meshwright.config.schema",
     "Trainer": "meshwright.trainer",
     "UserError": "meshwright.errors",
@@ -57,6 +62,7 @@ _NAMES = {
     "hf_model": "meshwright.weights.hf_model",
     "inspect_sharding": "meshwright.mesh.inspect",
     "ledger": "meshwright.ledgers.make_ledger",
+    "mix": "meshwright.data.mixture",
     "load_model": "meshwright.trainer.trained.load_model",
     "read_params": "meshwright.checkpoint",
     "replay": "meshwright.trainer.incidents.replay",
@@ -69,6 +75,7 @@ _NAMES = {
 __all__ = [
     "ArraySource",
     "Callback",
+    "ChatData",
     "CheckpointConfig",
     "Config",
     "EarlyStopping",
@@ -77,6 +84,7 @@ __all__ = [
     "Samples",
     "ShardingConfig",
     "StopReason",
+    "TextData",
     "TrackingConfig",
     "Trainer",
     "UserError",
@@ -90,6 +98,7 @@ __all__ = [
     "inspect_sharding",
     "ledger",
     "load_model",
+    "mix",
     "pipeline",
     "read_params",
     "replay",

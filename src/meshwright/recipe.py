@@ -40,6 +40,7 @@ from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing, explaining_axis_names, whole_traceback
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.average import with_average
+from meshwright.tasks.language_modeling import accepted_names
 from meshwright.trees import Batch
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
@@ -192,8 +193,18 @@ def find_data(config: Config, task: HasLoss) -> ConfigData:
     check_rows(config)
     shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
     shared["sequence_length"] = shared["context_length"]
+    shared["takes_segments"] = takes_segments(_model_class(config))
     known = {name: value for name, value in shared.items() if value is not None}
     return ConfigData(config.data, config.run.seed, known, task)
+
+
+def takes_segments(builder: Builder) -> bool:
+    """Whether the call of a model takes ``segment_ids``; one that a function builds is not known.
+
+    Only a class says what its models are called with.
+    """
+    call = getattr(builder, "__call__", None) if inspect.isclass(builder) else None  # noqa: B004
+    return call is not None and accepted_names(call, ["segment_ids"]) != []
 
 
 def make_optimizer(config: Config, rate: optax.Schedule) -> optax.GradientTransformation:

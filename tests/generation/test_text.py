@@ -15,7 +15,6 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.errors import UserError
-from meshwright.generation.chat_template import render_chat
 from meshwright.generation.generate import generate
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.text_scores import score_documents, windows
@@ -79,14 +78,14 @@ def test_a_folder_says_how_to_sample_and_where_to_stop(tmp_path):
     found = read_text_settings(folder)
     assert found.stop_tokens == (2, 4)
     assert found.sampling == {"temperature": 0.6, "top_p": 0.9}
-    assert render_chat(found, []) == "<bos>hi"
+    assert found.chat.render([]) == "<bos>hi"
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
     assert read_text_settings(folder).sampling == {}
 
 
 def chat(tmp_path, template, messages, **settings):
     (tmp_path / "chat_template.jinja").write_text(template)
-    return render_chat(TextSettings(tmp_path), messages, **settings)
+    return TextSettings(tmp_path).chat.render(messages, **settings)
 
 
 def test_templates_are_written_as_transformers_does_and_kept_in_a_sandbox(tmp_path):
@@ -105,7 +104,7 @@ def test_templates_are_written_as_transformers_does_and_kept_in_a_sandbox(tmp_pa
         with pytest.raises(UserError, match="cannot write this conversation"):
             chat(tmp_path, bad, said)
     with pytest.raises(UserError, match="no chat template"):
-        render_chat(TextSettings(GPT2), said)
+        TextSettings(GPT2).chat.render(said)
 
 
 @pytest.mark.parametrize(("length", "stride"), [(7, 1), (7, 3), (7, 6), (40, 20)])

@@ -36,6 +36,8 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config(learning_rate, mesh)))
     (folder / "ledger.json").write_text(json.dumps(ledger(mesh)))
+    samples = [[["<user>hi & <b>you</b>\n", False], ["hello", True]]]
+    (folder / "samples.json").write_text(json.dumps(samples))
     if profiled:
         (folder / "profile.json").write_text(json.dumps(profile()))
     trackers = make_trackers(

@@ -16,7 +16,9 @@ if find_browser() is None:
         allow_module_level=True,
     )
 
-SECTIONS = ["facts", "curves", "time", "memory", "mesh", "sharding", "ledger", "config", "events"]
+SECTIONS = [
+    "facts", "curves", "time", "memory", "mesh", "sharding", "ledger", "samples", "config", "events"
+]  # fmt: skip
 CHART = "document.querySelector('.chart')"
 
 
@@ -291,6 +293,12 @@ def test_the_values_are_there_as_a_table(show):
     assert browser.evaluate(f"{CHART}.querySelector('svg').getAttribute('aria-label')").startswith(
         "Loss by step: train ends at"
     )
+
+
+def test_what_is_not_learned_of_a_sample_is_grey(show):
+    browser = show("one")
+    assert texts(browser, ".sample") == ["<user>hi & <b>you</b>\nhello"]
+    assert texts(browser, ".sample .unlearned") == ["<user>hi & <b>you</b>\n"]
 
 
 def test_an_empty_run_says_what_would_fill_each_section(show):

@@ -149,6 +149,47 @@ def test_a_grain_stream_resumes_bit_for_bit_where_it_was(trainer, tmp_path, batc
     assert len(read) - before < 4 * SIZE + 2 * SIZE
 
 
+def test_a_mixture_resumes_bit_for_bit_also_with_other_weights(trainer, tmp_path):
+    def mixed(*weights):
+        parts = {"a": {"x": X[:12], "y": Y[:12]}, "b": {"x": X[12:], "y": Y[12:]}}
+        return mw.mix(parts, weights=dict(zip("ab", weights, strict=True)))
+
+    def fit(data, steps, folder=None, **settings):
+        settings |= {"batch_size": SIZE, "run_dir": folder}
+        return trainer.fit(data, steps=steps, eval_data=mixed(1, 1), **settings)
+
+    whole = fit(mixed(3, 1), 5, restart=True)
+    first = fit(mixed(3, 1), 3, tmp_path, restart=True)
+    resumed = fit(mixed(3, 1), 5, tmp_path / "same", resume=str(tmp_path))
+    np.testing.assert_array_equal(resumed.params["weight"], whole.params["weight"])
+    errors = (X @ np.array(whole.params["weight"]) - Y) ** 2
+    found = resumed.evaluate(mixed(1, 1))
+    assert found["loss.a"] == pytest.approx(errors[:12].mean(), rel=1e-5)
+    assert found["loss.b"] == pytest.approx(errors[12:].mean(), rel=1e-5)
+    assert found["loss"] == pytest.approx(errors.mean(), rel=1e-5)
+    # With other weights, rows that no source has given before, in its own order.
+    other = fit(mixed(1, 3), 5, tmp_path / "other", resume=str(tmp_path))
+    weight = np.array(first.params["weight"], "float64")
+    given, sizes = [18, 6], (12, 8)
+    for _ in range(2):
+        a, b = (
+            start + sample_ids(seed=0, step=0, batch_size=1, num_samples=size, rows=rows)
+            for start, size, rows in zip(
+                (0, 12), sizes, (given[0] + np.arange(2), given[1] + np.arange(6)), strict=True
+            )
+        )
+        given = [given[0] + 2, given[1] + 6]
+        chosen = np.concatenate([a, b])
+        error = X[chosen].astype("float64") @ weight - Y[chosen]
+        weight -= RATE * 2 * error @ X[chosen] / SIZE
+    np.testing.assert_allclose(
+        other.params["weight"], weight, rtol=0, atol=1e-6 * abs(weight).max()
+    )
+    events = map(json.loads, (tmp_path / "other/events.jsonl").read_text().splitlines())
+    (mixture,) = [event for event in events if event["kind"] == "mixture"]
+    assert mixture["rows"] == {"a": [22, 22.0], "b": [18, 18.0]}
+
+
 def test_a_loader_that_shuffles_warns_that_resuming_changes_the_order(trainer, tmp_path):
     batches = TorchDataset({"x": X[:16], "y": Y[:16]})
     shuffled = DataLoader(batches, SIZE, shuffle=True)

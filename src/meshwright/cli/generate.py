@@ -98,7 +98,6 @@ def _streamed(output: Output) -> Callable[[Any], None]:
 
 def _chat(generator: Any, settings: Any, arguments: Arguments, output: Output) -> int:
     """Answer each line, with all lines before it."""
-    from meshwright.generation.chat_template import render_chat
     from meshwright.generation.token_loop import Prompt
 
     system = arguments.flags.get("--system")
@@ -106,7 +105,7 @@ def _chat(generator: Any, settings: Any, arguments: Arguments, output: Output) -
     given = arguments.flags.get("--prompt")
     for number, said in enumerate(_lines() if given is None else [given]):
         messages.append({"role": "user", "content": said})
-        text = render_chat(settings, messages)
+        text = settings.chat.render(messages)
         tokens = generator.check(number, generator.text.encode(text, start=False))
         stream = None if output.as_json else _streamed(output)
         (row,) = generator([Prompt(number, tokens)], stream)
@@ -181,10 +180,8 @@ def _file(
 
 def _tokens(generator: Any, settings: Any, prompt: Any) -> Any:
     """Return the tokens of one line of a file."""
-    from meshwright.generation.chat_template import render_chat
-
     if "messages" in prompt:
-        text = render_chat(settings, prompt["messages"])
+        text = settings.chat.render(prompt["messages"])
         return generator.text.encode(text, start=False)
     return prompt.get("prompt", prompt.get("tokens"))
 

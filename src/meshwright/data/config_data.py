@@ -17,6 +17,7 @@ from meshwright.config.builders import (
 )
 from meshwright.config.schema import DataConfig
 from meshwright.data.indexed_data import SourceData, SyntheticData
+from meshwright.data.mixture import MixtureData, Weights, common_form, held_out_parts, mix
 from meshwright.data.order import split_source
 from meshwright.data.protocols import Data, HostBatch, Source
 from meshwright.data.records import is_record_files
@@ -32,12 +33,13 @@ _SOURCES = {
     "jsonl": "jsonl:JsonLines",
     "parquet": "parquet:ParquetRows",
     "array_record": "array_record:ArrayRecords",
+    "chat": "chat_source:chat_source",
     "arrays": "arrays:array_files",
     "images": "images:image_source",
     "digits": "digits:DigitSource",
 }
 
-DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic")
+DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic", "mixture")
 """The kinds a data section may name."""
 
 TOKENIZED = ("text", "jsonl", "parquet", "array_record")
@@ -67,6 +69,9 @@ class ConfigData:
         """Check that the kind exists and accepts its arguments, without reading any data."""
         if self.section.kind == "synthetic":
             self._synthetic_batches()
+        elif self.section.kind == "mixture":
+            for member in self._members[0].values():
+                member.check()
         else:
             self._arguments()
 
@@ -80,6 +85,8 @@ class ConfigData:
         """The data to train on."""
         if self.section.kind == "synthetic":
             return SyntheticData(self._synthetic_batches(), self.seed)
+        if self.section.kind == "mixture":
+            return MixtureData(self._mixed(0), self._members[1], self.seed, self.section.shuffle)
         if not is_source(self._made):
             return self._made
         return SourceData(self._parts[0], self.seed, self.section.shuffle)
@@ -89,12 +96,47 @@ class ConfigData:
         """The data to evaluate on, in a fixed order; None if there are none."""
         if self.section.kind == "synthetic":
             return SyntheticData(self._synthetic_batches(), self.seed, _HELD_OUT_STREAM)
+        if self.section.kind == "mixture":
+            return held_out_parts(self._mixed(1), common_form(self._mixed(0)), self.seed)
         if self.section.eval_path is not None:
             made = self._make(path=self.section.eval_path)
             return SourceData(made, self.seed, shuffle=False) if is_source(made) else made
         if not is_source(self._made) or self._parts[1] is None:
             return None
         return SourceData(self._parts[1], self.seed, shuffle=False)
+
+    @cached_property
+    def _members(self) -> tuple[dict[str, ConfigData], Weights]:
+        """The data of each source of a mixture, and their weights.
+
+        Other keys of the section are defaults of the sources.
+        """
+        given = self.section.arguments()
+        own = {key: given.pop(key) for key in ("sources", "weights") if key in given}
+        asked = check_arguments("data", mix, own)
+        mix(**asked)
+        common = self.section.model_dump(include={*DataConfig.model_fields} - {"kind", "eval_path"})
+        members = {
+            name: ConfigData(
+                DataConfig.parse({**common, **values}, prefix=f"data.sources.{name}."),
+                self.seed,
+                {**self.shared, **given},
+                self.task,
+            )
+            for name, values in asked["sources"].items()
+        }
+        return members, asked["weights"]
+
+    def _mixed(self, part: int) -> dict[str, Any]:
+        """Return the sources of a mixture to train on (0), or to evaluate on (1)."""
+        found = dict[str, Any]()
+        for name, member in self._members[0].items():
+            data = member.held_out if part else member.train
+            if data is not None and not isinstance(data, SourceData):
+                kind = f"data.sources.{name}.kind={member.section.kind}"
+                raise UserError(f"{kind} cannot be mixed", why="its rows have no numbers")
+            found[name] = None if data is None else data.source
+        return found
 
     @cached_property
     def _made(self) -> Any:

@@ -16,6 +16,8 @@ from meshwright.text.units import counted
 
 OnCorrupt = Literal["stop", "skip"]
 
+CANNOT_BE_READ = ("cannot be read", "repair the record")
+
 
 @dataclass
 class CorruptRecords:
@@ -25,19 +27,21 @@ class CorruptRecords:
         policy: stop with an error, or skip.
         count: records skipped so far.
         first: what was wrong with the first of them.
+        wrong: what is said about such a record, and what to do about it.
     """
 
     policy: OnCorrupt
     count: int = 0
     first: str = ""
+    wrong: tuple[str, str] = CANNOT_BE_READ
 
     def add(self, where: str, why: str) -> None:
         """Raise an error for a record, or count it as skipped."""
         if self.policy == "stop":
             raise UserError(
-                f"{where} cannot be read",
+                f"{where} {self.wrong[0]}",
                 why=why,
-                fix=f"repair the record, or write {Setting('data.on_corrupt', 'skip')} to continue "
+                fix=f"{self.wrong[1]}, or write {Setting('data.on_corrupt', 'skip')} to continue "
                 "without it",
             )
         self.count += 1
@@ -50,6 +54,8 @@ class CorruptRecords:
 
     def summary(self) -> str:
         """Return how many records were skipped in words; empty if none were."""
+        if self.count and self.wrong != CANNOT_BE_READ:
+            return f"{counted(self.count, 'record')} of another form skipped"
         skipped = counted(self.count, "corrupt record was", "corrupt records were")
         return f"{skipped} skipped" if self.count else ""
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.document_marks import TOKEN_VERSION, DocumentMarks
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
+from meshwright.text.units import a_type
 
 Packing = Literal["stream", "documents"]
 """``stream`` cuts rows from all documents joined together; ``documents`` keeps them apart."""
@@ -114,7 +115,7 @@ def _tokenize(
     end = np.array(() if last.continues else marks.end, dtype)
     marked = [(start, a, end) for a in arrays]
     if tokenizer is not None and tokenizer.version == TOKEN_VERSION:
-        marked = [(_missing(start, a), a, _missing(end, a[-len(end) :])) for a in arrays]
+        marked = [(missing_mark(start, a), a, missing_mark(end, a[-len(end) :])) for a in arrays]
     tokens = _joined([part for parts in marked for part in parts], dtype)
     ends = [] if last.continues else np.cumsum([sum(map(len, parts)) for parts in marked])
     return TokenBatch(
@@ -126,7 +127,20 @@ def _tokenize(
     )
 
 
-def _missing(mark: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
+def check_text(value: Any, name: str) -> str:
+    """Return a text that can be written as UTF-8."""
+    if not isinstance(value, str):
+        raise ValueError(f"`{name}` is {a_type(value)}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`{name}` is not Unicode text: {error.reason} at character {error.start:,}"
+        ) from error
+    return value
+
+
+def missing_mark(mark: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
     """Return a mark, or nothing of it if the document has it already."""
     return mark[:0] if tokens[: len(mark)].tolist() == mark.tolist() else mark
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,8 +75,12 @@ class PackedPart:
 
 def pack(boundaries: Ints, row_length: int) -> PackingIndex:
     """Return how documents are packed, as computed by `pack_parts`, in memory."""
-    parts = list(pack_parts(boundaries, row_length))
-    empty = np.empty(0, np.int64)
+    return collect(pack_parts(boundaries, row_length), row_length)
+
+
+def collect(packed: Iterable[PackedPart], row_length: int) -> PackingIndex:
+    """Return the parts of an index as one, in memory."""
+    parts, empty = list(packed), np.empty(0, np.int64)
     starts = np.concatenate([empty, *(part.starts for part in parts)])
     lengths = np.concatenate([empty, *(part.lengths for part in parts)])
     first = np.concatenate([*(part.first for part in parts), [len(starts)]]).astype(np.int64)
@@ -119,6 +124,63 @@ def _rows(lengths: Ints, row_length: int) -> Ints:
     while (row := following[first[-1]]) < len(following):
         first.append(row)
     return np.asarray(first, np.int64)
+
+
+Keep = Callable[[Ints, Ints], NDArray[np.bool_]]
+"""Says which documents to keep, by where each begins and how long it is."""
+
+
+def best_fit_parts(
+    boundaries: Ints, row_length: int, keep: Keep, *, alone: bool = False
+) -> Iterator[PackedPart]:
+    """Put documents into rows by best fit, longest first: each where the least room is left.
+
+    Only the beginning of a document longer than a row is kept. Rows are in the order of their
+    first documents, and documents of a row in their own order.
+
+    Args:
+        boundaries: document i is the flat tokens from ``boundaries[i]`` to ``boundaries[i + 1]``.
+        row_length: tokens of a row.
+        keep: says which documents to keep.
+        alone: every document gets a row of its own.
+    """
+    before = 0
+    for begin in range(0, len(boundaries) - 1, PART_DOCUMENTS):
+        bounds = np.array(boundaries[begin : begin + PART_DOCUMENTS + 1])
+        starts, lengths = bounds[:-1], np.minimum(np.diff(bounds), row_length)
+        kept = keep(starts, np.diff(bounds)) & (lengths > 0)
+        starts, lengths = starts[kept], lengths[kept]
+        rows = np.arange(len(lengths)) if alone else best_fit(lengths, row_length)
+        order = np.argsort(rows, kind="stable")
+        first = np.flatnonzero(np.diff(rows[order], prepend=-1))
+        if len(first):
+            yield PackedPart(starts[order], lengths[order], before + first)
+        before += len(starts)
+
+
+def best_fit(lengths: Ints, row_length: int) -> Ints:
+    """Return the row of each document, numbered by their first documents."""
+    # Rows with this much room, by their room, and all such rooms in order.
+    rows: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    chosen, count = np.empty(len(lengths), np.int64), 0
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            row, room, count = count, row_length, count + 1
+        else:
+            room = rooms[at]
+            row = rows[room].pop()
+            if not rows[room]:
+                rooms.pop(at)
+        chosen[document] = row
+        left = room - length
+        if not rows.setdefault(left, []):
+            insort(rooms, left)
+        rows[left].append(row)
+    _, first, inverse = np.unique(chosen, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first, kind="stable"), kind="stable")[inverse]
 
 
 def place(index: PackingIndex, ids: Ints) -> RowTokens:

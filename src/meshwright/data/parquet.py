@@ -26,12 +26,11 @@ class ParquetRows(RecordFiles):
     def read_file(self, file: Path, start: Position) -> Iterator[RawBlock]:
         """Yield some rows at a time; a position is the number of rows before the next."""
         pyarrow, parquet = _import_parquet()
-        columns = self.fields or [self.field]
         group, before, (skip,) = 0, 0, start or (0,)
         try:
             # Buffered, because otherwise whole columns of a row group are read.
             with parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as table:
-                _check_columns(file, columns, table.schema_arrow.names)
+                columns = self.columns(file, table.schema_arrow.names)
                 total = max(table.metadata.num_rows, 1)
                 for group in range(table.metadata.num_row_groups):
                     about = table.metadata.row_group(group)
@@ -50,6 +49,12 @@ class ParquetRows(RecordFiles):
                 f"cannot read {file}, row group {group:,}",
                 why=f"it is not a complete Parquet file: {error}",
             ) from error
+
+    def columns(self, file: Path, present: list[str]) -> list[str]:
+        """Return the columns to read, of those that a file has."""
+        wanted = self.fields or [self.field]
+        _check_columns(file, wanted, present)
+        return wanted
 
     def parse(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -88,6 +89,11 @@ class Data(ABC):
     def tokenizer(self) -> Any:
         """The tokenizer of the samples; None if they are not text."""
         return None
+
+    @property
+    def parts(self) -> Mapping[str, Data]:
+        """Data that are evaluated each for itself, by name; empty if they are one."""
+        return {}
 
     def first_batch(self, batch_size: int | None) -> Any:
         """Return a batch with the shapes of all, which is still to be read; None if none is."""

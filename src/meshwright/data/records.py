@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
 from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
-from meshwright.data.documents import Document, DocumentBlock, Packing, Position
+from meshwright.data.documents import (
+    Document,
+    DocumentBlock,
+    Item,
+    Packing,
+    Position,
+    check_text,
+)
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus, nothing
@@ -118,6 +125,11 @@ def _documents(records: RecordFiles, files: Sequence[Path]) -> Source:
     # Token ids beyond the vocabulary are corrupt records.
     limit = None if is_text else records.vocab_size
     size = tokenizer.vocab_size if is_text and tokenizer else limit or 2**31
+
+    def document(record: Any) -> Document:
+        value = field_of(record, records.field)
+        return check_text(value, records.field) if is_text else _tokens(value, records)
+
     settings = type(records).__name__, records.field, is_text, limit, *records.format_settings()
     corpus = Corpus(
         name=records.name,
@@ -125,7 +137,7 @@ def _documents(records: RecordFiles, files: Sequence[Path]) -> Source:
         tokenizer=tokenizer,
         dtype=token_dtype(size),
         settings=settings,
-        read=lambda position: _blocks(records, files, position, is_text),
+        read=lambda position: document_blocks(records, files, position, document, list),
         on_corrupt=records.on_corrupt,
     )
     return corpus.rows(records.cache_dir, records.packing, records.sequence_length)
@@ -136,31 +148,44 @@ def _first_value(records: RecordFiles, files: Sequence[Path]) -> Any:
     corrupt = CorruptRecords(records.on_corrupt)
     for where, record in _parsed(records, files, corrupt):
         try:
-            return _field(record, records.field)
+            return field_of(record, records.field)
         except ValueError as error:
             corrupt.add(where, str(error))
     raise nothing(records.name, corrupt, "there are no records")
 
 
-def _blocks(
-    records: RecordFiles, files: Sequence[Path], position: Position, is_text: bool
+def document_blocks(
+    records: RecordFiles,
+    files: Sequence[Path],
+    position: Position,
+    read: Callable[[Any], Item],
+    finish: Callable[[list[Item]], Sequence[Document]],
 ) -> Iterator[DocumentBlock]:
+    """Yield the documents of files from a position on.
+
+    Args:
+        records: the format.
+        files: the files.
+        position: where to begin.
+        read: returns what a record holds; a ValueError says what is wrong with it.
+        finish: makes documents of what some records hold.
+    """
     sizes = [file.stat().st_size for file in files]
     first, *start = position
     for number in range(first, len(files)):
         for raw in records.read_file(files[number], tuple(start)):
-            documents: list[Document] = []
+            items: list[Item] = []
             skipped: list[tuple[str, str]] = []
             for count, content in raw.records:
                 try:
-                    value = _field(records.parse(content), records.field)
-                    documents.append(
-                        _text(value, records.field) if is_text else _tokens(value, records)
-                    )
+                    items.append(read(records.parse(content)))
+                except UserError:
+                    # It is not about the record.
+                    raise
                 except ValueError as error:
                     skipped.append((records.where(raw, count), str(error)))
             done = sum(sizes[:number]) + raw.done * sizes[number]
-            yield DocumentBlock(documents, (number, *raw.after), done, skipped)
+            yield DocumentBlock(finish(items), (number, *raw.after), done, skipped)
         start = []
 
 
@@ -186,7 +211,7 @@ def _arrays(records: RecordFiles, files: Sequence[Path]) -> Source:
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     for where, record in _parsed(records, files, corrupt):
         try:
-            values = {name: _numbers(_field(record, name), name) for name in names}
+            values = {name: _numbers(field_of(record, name), name) for name in names}
             for name, value in values.items():
                 if columns[name] and value.shape != columns[name][0].shape:
                     expected = columns[name][0].shape
@@ -202,24 +227,13 @@ def _arrays(records: RecordFiles, files: Sequence[Path]) -> Source:
     return with_count(ArraySource(**arrays), corrupt)
 
 
-def _field(record: Any, name: str) -> Any:
+def field_of(record: Any, name: str) -> Any:
+    """Return a field of a record."""
     if not isinstance(record, dict):
         raise ValueError(f"it is {a_type(record)}, not an object with fields")
     if record.get(name) is None:
         raise ValueError(f"it has no `{name}`, but {', '.join(map(str, record)) or 'nothing'}")
     return record[name]
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"`{name}` is {a_type(value)}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"`{name}` is not Unicode text: {error.reason} at character {error.start:,}"
-        ) from error
-    return value
 
 
 def _tokens(value: Any, records: RecordFiles) -> NDArray[Any]:

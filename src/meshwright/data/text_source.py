@@ -67,6 +67,9 @@ def text_source(
     return corpus.rows(cache_dir, packing, sequence_length)
 
 
+TextData = text_source
+
+
 def _blocks(
     files: Sequence[Path], tokenizer: Tokenizer, position: Position
 ) -> Iterator[DocumentBlock]:

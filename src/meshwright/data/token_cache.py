@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import numpy as np
 
 from meshwright.data.build_once import Progress, build_once
 from meshwright.data.cache_entry import FORMAT, Entry, PartialEntry
-from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
+from meshwright.data.corrupt import CANNOT_BE_READ, CorruptRecords, OnCorrupt, with_count
 from meshwright.data.document_marks import DocumentMarks
 from meshwright.data.documents import DocumentBlock, Packing, Position, tokenized
 from meshwright.data.fingerprints import changed, digests, stamp
-from meshwright.data.packing import PackingIndex, pack, pack_parts
+from meshwright.data.packing import PackedPart, PackingIndex, collect, pack_parts
 from meshwright.data.protocols import Source
 from meshwright.data.token_rows import PackedRows, StreamRows
 from meshwright.data.tokenizer import Tokenizer
@@ -48,6 +48,7 @@ class Corpus:
         settings: what else changes the tokens.
         read: yields the documents from a position on.
         on_corrupt: what to do about a record that cannot be read.
+        wrong: what is said about such a record, and what to do about it.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Corpus:
     settings: tuple[Any, ...]
     read: Callable[[Position], Iterator[DocumentBlock]]
     on_corrupt: OnCorrupt
+    wrong: tuple[str, str] = CANNOT_BE_READ
 
     def rows(self, cache_dir: str | None, packing: Packing, sequence_length: int) -> Source:
         """Return the documents as rows of tokens, which are read from the cache.
@@ -66,18 +68,25 @@ class Corpus:
             packing: how documents become rows.
             sequence_length: tokens the model sees per row.
         """
-        entry = _cached(self, cache_dir)
-        corrupt = self._corrupt(entry.facts)
+        entry, corrupt = self.cached(cache_dir)
         tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
-        if not len(tokens):
-            raise nothing(self.name, corrupt, "there is no document with any content")
         self._tell_marks(entry, packing)
         if packing == "stream":
             rows = StreamRows([tokens], sequence_length, self.name, self.tokenizer)
         else:
-            index = _packed(entry, sequence_length + 1, self.name)
+            row_length = sequence_length + 1
+            parts = partial(pack_parts, boundaries, row_length)
+            index = packed(entry, f"rows-of-{row_length}", parts, row_length, self.name)
             rows = PackedRows(tokens, boundaries, index, self.name, self.tokenizer)
         return with_count(rows, corrupt)
+
+    def cached(self, cache_dir: str | None) -> tuple[Entry, CorruptRecords]:
+        """Return the tokens from the cache, written now if need be, and what was skipped."""
+        entry = _cached(self, cache_dir)
+        corrupt = self._corrupt(entry.facts)
+        if not entry.lengths["tokens"]:
+            raise nothing(self.name, corrupt, "there is no document with any content")
+        return entry, corrupt
 
     def key(self, contents: Sequence[str]) -> str:
         """Return the name of the entry, which follows from what the tokens depend on."""
@@ -145,9 +154,9 @@ class Corpus:
     def _corrupt(self, facts: dict[str, Any]) -> CorruptRecords:
         """Return the records that were skipped; raise for the first if that is not allowed."""
         if not facts["skipped"]:
-            return CorruptRecords(self.on_corrupt)
+            return CorruptRecords(self.on_corrupt, wrong=self.wrong)
         number, where, why = facts["first"]
-        found = CorruptRecords(self.on_corrupt)
+        found = CorruptRecords(self.on_corrupt, wrong=self.wrong)
         found.add(", ".join(filter(None, [str(self.files[number]), where])), why)
         found.count = facts["skipped"]
         return found
@@ -214,31 +223,50 @@ def take_origins() -> list[str]:
     return taken
 
 
-def _packed(entry: Entry, row_length: int, name: str) -> PackingIndex:
-    """Return how documents are packed into rows of one length: beside the tokens in the cache."""
-    tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
+def tell(line: str) -> None:
+    """Have a run say this about its tokens when it starts."""
+    _origins[line] = None
 
-    def write(partial: PartialEntry, progress: Progress) -> dict[str, Any]:
+
+def packed(
+    entry: Entry,
+    suffix: str,
+    parts: Callable[[], Iterator[PackedPart]],
+    row_length: int,
+    name: str,
+) -> PackingIndex:
+    """Return how documents are packed into rows of one length: beside the tokens in the cache.
+
+    Args:
+        entry: the tokens.
+        suffix: distinguishes this way to pack them from others.
+        parts: packs them.
+        row_length: tokens of a row.
+        name: where the documents come from, for messages.
+    """
+    width = np.dtype(entry.dtypes["tokens"]).itemsize
+
+    def write(target: PartialEntry, progress: Progress) -> dict[str, Any]:
         # Cheap to recompute, so no progress is noted.
         num_tokens = 0
-        for part in pack_parts(boundaries, row_length):
-            partial.append("starts", part.starts)
-            partial.append("lengths", part.lengths)
-            partial.append("first", part.first)
+        for part in parts():
+            target.append("starts", part.starts)
+            target.append("lengths", part.lengths)
+            target.append("first", part.first)
             num_tokens += int(part.lengths.sum())
-            progress(int(part.starts[-1]) * tokens.itemsize, tokens.nbytes)
-        partial.append("first", np.array([partial.lengths["starts"]]))
+            progress(int(part.starts.max()) * width, entry.lengths["tokens"] * width)
+        target.append("first", np.array([target.lengths["starts"]]))
         return {"num_tokens": num_tokens}
 
     dtypes = {"starts": np.int64, "lengths": np.int32, "first": np.int64}
-    folder = entry.folder.with_name(f"{entry.folder.name}-rows-of-{row_length}")
+    folder = entry.folder.with_name(f"{entry.folder.name}-{suffix}")
     try:
-        packed = build_once(folder, f"packing the documents of {name}", dtypes, write)
+        built = build_once(folder, f"packing the documents of {name}", dtypes, write)
     except OSError:
         # A complete cache that this process may only read.
-        return pack(boundaries, row_length)
-    starts, lengths, first = (packed.array(each) for each in ("starts", "lengths", "first"))
-    return PackingIndex(starts, lengths, first, row_length, packed.facts["num_tokens"])
+        return collect(parts(), row_length)
+    starts, lengths, first = (built.array(each) for each in ("starts", "lengths", "first"))
+    return PackingIndex(starts, lengths, first, row_length, built.facts["num_tokens"])
 
 
 @cache

@@ -48,6 +48,10 @@ class Tokenizer(ABC):
         """Return the tokens of each text."""
 
     @abstractmethod
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
+        """Return the tokens of each text, and where each begins and ends, in characters [T, 2]."""
+
+    @abstractmethod
     def decode(self, tokens: Any) -> str:
         """Return the text of tokens; ids beyond the vocabulary are replaced or left out."""
 
@@ -65,6 +69,15 @@ class ByteTokenizer(Tokenizer):
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
+        """Return the bytes of each text, and the character of each."""
+        found = list[tuple[Tokens, NDArray[np.int64]]]()
+        for tokens in self.encode_many(texts):
+            # Every byte begins a character, except those from 0x80 to 0xBF.
+            character = np.cumsum((tokens & 0xC0) != 0x80) - 1
+            found.append((tokens, np.stack([character, character + 1], axis=1)))
+        return found
 
     def decode(self, tokens: Any) -> str:
         """Return the text of bytes; invalid UTF-8 becomes �."""
@@ -96,6 +109,14 @@ class FileTokenizer(Tokenizer):
         """Return the tokens of each text, computed on several cores."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, self._dtype) for one in encoded]
+
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
+        """Return the tokens of each text, and the characters of each."""
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(one.ids, self._dtype), np.array(one.offsets, np.int64).reshape(-1, 2))
+            for one in encoded
+        ]
 
     def decode(self, tokens: Any) -> str:
         """Return the text of tokens; ids beyond the vocabulary are left out."""

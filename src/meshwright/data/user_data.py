@@ -14,6 +14,7 @@ from meshwright.data.elements import Expected, no_batches, refuse_class, refuse_
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.foreign import read_foreign
 from meshwright.data.indexed_data import SequenceData, SourceData, select_rows
+from meshwright.data.mixture import Mixture, MixtureData, common_form, held_out_parts
 from meshwright.data.protocols import Data, HostBatch, Rows, Source
 from meshwright.data.samples import Samples, SampleSource
 from meshwright.data.streams import IterableData
@@ -31,7 +32,7 @@ class HasBatches(Protocol):
         ...
 
 
-UserData = HasBatches | Source | Samples | Iterable[Batch] | Callable[..., Batch]
+UserData = HasBatches | Source | Samples | Mixture | Iterable[Batch] | Callable[..., Batch]
 """Data as users pass it; see `as_data`."""
 
 BATCH_PARAMETERS = ("step", "batch_size")
@@ -151,6 +152,8 @@ def as_data(
         num_processes: processes of the run; those of JAX by default. A bare iterable is refused
             for more than one, because they might not all get the same batches.
     """
+    if isinstance(given, Mixture):
+        return _mixed(given, seed, training=expected.training)
     samples = isinstance(given, Samples)
     given = given.data if samples else given
     found = read_foreign(given, seed, expected, samples=samples)
@@ -158,6 +161,25 @@ def as_data(
         found = _plain_data(given, seed, expected, samples=samples)
     if isinstance(found, IterableData):
         _check_processes(found, num_processes or process_count())
+    return found
+
+
+def _mixed(given: Mixture, seed: int, *, training: bool) -> Data:
+    """Return a mixture as `Data`: to train on, or to evaluate on each source."""
+    sources = dict[str, Source]()
+    for name, each in given.sources.items():
+        found = as_data(each, seed)
+        if not isinstance(found, SourceData):
+            raise UserError(
+                f"the source `{name}` cannot be mixed",
+                why=f"rows cannot be read from {a_type(each)} by their number",
+                fix="give ChatData, TextData, a dict of arrays, or a list of samples",
+            )
+        sources[name] = found.source
+    if training:
+        return MixtureData(sources, given.weights, seed)
+    found = held_out_parts(sources, common_form(sources), seed)
+    assert found is not None, "a mixture has sources"
     return found
 
 

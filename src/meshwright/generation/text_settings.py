@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.checkpoint import FOLDER
-from meshwright.data.document_marks import CONFIG as TOKENIZER_CONFIG
+from meshwright.data.chat_template import ChatTemplate, no_template, read_template
 from meshwright.data.document_marks import named_ends
 from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from meshwright.errors import UserError
@@ -21,8 +21,6 @@ from meshwright.text.yaml_text import read_yaml
 from meshwright.weights.hf_folder import GENERATION, TOKENIZER, is_hf_folder
 from meshwright.weights.kept import HF_FOLDER
 from meshwright.weights.resolve import BYTES_WITHOUT_TOKENIZER
-
-TEMPLATE = "chat_template.jinja"
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -65,27 +63,13 @@ class TextSettings:
         return {"temperature": 1.0, **found}
 
     @cached_property
-    def template(self) -> str | None:
-        """The chat template; None if there is none."""
-        text = self._bytes(TEMPLATE)
-        if text is not None:
-            return text.decode()
-        found = self._object(TOKENIZER_CONFIG).get("chat_template")
-        if isinstance(found, list):
-            named = {str(each.get("name")): each.get("template") for each in found}
-            found = named.get("default")
-        return found if isinstance(found, str) else None
-
-    @cached_property
-    def special_tokens(self) -> dict[str, str]:
-        """The special tokens by name, such as ``bos_token``, which templates write."""
-        found = self._object("special_tokens_map.json") | self._object(TOKENIZER_CONFIG)
-        texts = {
-            key: value.get("content") if isinstance(value, Mapping) else value
-            for key, value in found.items()
-            if key.endswith("_token")
-        }
-        return {key: value for key, value in texts.items() if isinstance(value, str)}
+    def chat(self) -> ChatTemplate:
+        """The chat template."""
+        found = read_template(self.folder)
+        if found is None:
+            fix = "use a model that was trained on conversations, or --prompt without --chat"
+            raise no_template(self.folder, fix)
+        return found
 
     def _bytes(self, name: str) -> bytes | None:
         path = None if self.folder is None else self.folder / name

@@ -86,8 +86,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     """Return everything a page shows about a run; missing parts are None or empty."""
     facts = _json(folder / "run.json")
     facts = facts if isinstance(facts, dict) else {}
-    profile, ledger, result = (
-        _json(folder / f"{name}.json") for name in ("profile", "ledger", "result")
+    profile, ledger, result, samples = (
+        _json(folder / f"{name}.json") for name in ("profile", "ledger", "result", "samples")
     )
     every_event = list(read_lines(folder / "events.jsonl"))
     events = every_event[-MAX_EVENTS:]
@@ -100,6 +100,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "curves": read_curves(folder / "metrics.jsonl"),
         "profile": profile if isinstance(profile, dict) else None,
         "ledger": ledger if isinstance(ledger, dict) else None,
+        "samples": samples if isinstance(samples, list) else [],
         "config": _config(folder),
         "events": events,
         "failure": _failure(events, facts),

@@ -25,6 +25,7 @@ SHOWN_EVENTS = (
     "warning",
     "incident",
     "note",
+    "mixture",
     "profile",
     "stop",
 )

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.data.protocols import Data
+from meshwright.data.shown_rows import shown_rows
 from meshwright.data.token_cache import take_origins
 from meshwright.errors import first_line
 from meshwright.ledgers import Ledger
@@ -93,6 +95,21 @@ class RunLog:
         self.tracker.event("profile", step, message, {"shares": profile.shares})
         for advice in profile.advice:
             self.tracker.event("warning", step, advice, {})
+
+    def samples(self, data: Data) -> None:
+        """Write some rows of the data for the report, if only parts of them are learned."""
+        if rows := shown_rows(data):
+            self._write_json("samples.json", rows)
+
+    def mixture(self, step: int, counts: Mapping[str, tuple[int, float]]) -> None:
+        """Log how many rows each source of a mixture gave, and how many it should have given."""
+        total = max(sum(count for count, _ in counts.values()), 1)
+        each = (
+            f"{name} {count:,} ({count / total:.2%}; its share is {share:,.1f})"
+            for name, (count, share) in counts.items()
+        )
+        details = {"rows": {name: list(both) for name, both in counts.items()}}
+        self.tracker.event("mixture", step, f"rows so far: {', '.join(each)}", details)
 
     def stop(self, progress: Progress, seconds: float) -> None:
         """Log the end of a run."""

@@ -14,6 +14,7 @@ from meshwright.checkpoint.reader import RUN_ID
 from meshwright.config.duration import Duration
 from meshwright.data.batches import form_of
 from meshwright.data.document_marks import named_ends
+from meshwright.data.mixture import MixtureData
 from meshwright.data.protocols import Data
 from meshwright.errors import (
     ANY,
@@ -205,6 +206,10 @@ class TrainingRun:
                 state = loop.train(state, progress)
             interrupt.phase = Phase.ENDED
             seconds = time.perf_counter() - started
+            if isinstance(self._data, MixtureData):
+                done = progress.step + count_batches(progress.left_out)
+                size = self._plan.batch.global_batch_size
+                log.mixture(progress.step, self._data.counts(done, size))
             log.stop(progress, seconds)
             result = self._result(state, seconds)
             summary = result.summary()
@@ -247,6 +252,7 @@ class TrainingRun:
             before=self._restoring.steps_before,
             note="" if self._evaluator is None else self._evaluator.samples.note(),
         )
+        log.samples(self._data)
 
     @property
     def _skipped(self) -> int:

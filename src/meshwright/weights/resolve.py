@@ -14,10 +14,10 @@ from meshwright.weights.hf_folder import CONFIG, TOKENIZER, Folder, open_folder
 KIND = "hf"
 """The kind of a model whose folder says what it is."""
 
-BYTES_WITHOUT_TOKENIZER = ("text", "jsonl", "parquet", "array_record")
+BYTES_WITHOUT_TOKENIZER = ("text", "jsonl", "parquet", "array_record", "chat")
 """Kinds of data whose text is read as bytes without a tokenizer."""
 
-_TOKENIZED = ("text", "tokens", "jsonl", "parquet", "array_record")
+_TOKENIZED = (*BYTES_WITHOUT_TOKENIZER, "tokens", "mixture")
 """Kinds of data that take a tokenizer."""
 
 

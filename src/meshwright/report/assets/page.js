@@ -8,6 +8,7 @@ const SECTIONS = [
   ["mesh", "Mesh", meshSection],
   ["sharding", "Sharding", shardingSection],
   ["ledger", "Ledger", ledgerSection],
+  ["samples", "Samples", samplesSection],
   ["config", "Config", configSection],
   ["events", "Events", eventsSection],
 ];

@@ -94,6 +94,7 @@ const FACTS = [
   ["Global batch", (run) => `${number(run.facts.global_batch_size)} samples` +
     (run.facts.tokens_per_sample ? ` of ${number(run.facts.tokens_per_sample)} tokens` : "")],
   ["Data", (run) => run.facts.dataset.description],
+  ["Mixture", (run) => run.events.findLast((event) => event.kind === "mixture")?.message ?? ""],
   ["Data fingerprint", (run) => run.facts.dataset.fingerprint],
   ["Seed", (run) => run.facts.seed],
   ["FLOPs per step", (run) => count(run.facts.flops_per_step)],
@@ -358,6 +359,14 @@ function ledgerLines(lines) {
 
 function originText(entry) {
   return [entry.origin, entry.from].filter(Boolean).map(words).join(" ");
+}
+
+// Conversations of the training data, with what is not learned in grey.
+function samplesSection(runs) {
+  const known = runs.filter((run) => run.samples?.length);
+  if (!known.length) return [missing("No samples: they are shown for data of which only parts are learned, such as conversations.")];
+  return [h("p", { class: "note" }, "Grey tokens are seen, but not learned."), perRun(known, "Samples", (run) => run.samples.map((sample) =>
+    h("pre", { class: "sample" }, sample.map(([text, learned]) => h("span", { class: learned ? null : "unlearned" }, words(text))))))];
 }
 
 function configSection(runs) {

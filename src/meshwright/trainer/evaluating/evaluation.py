@@ -51,24 +51,31 @@ class Evaluator:
         self._programs, self._ema = programs, ema
         if ema and not programs.assembled.step.optimizer.averages:
             raise no_average()
-        self.samples = EverySample(programs.assembled, data, limit=limit)
+        self._parts = {
+            name: EverySample(programs.assembled, part, limit=limit)
+            for name, part in (data.parts or {"": data}).items()
+        }
+        self.samples = next(iter(self._parts.values()))
         self._first = self.samples.first()
 
     def __call__(self, state: TrainState, warn: Callable[[str], None]) -> dict[str, float]:
         """Return the mean loss and metrics, and the number of samples as ``eval_samples``.
+
+        Of data in parts, also the loss of each, as ``loss.`` with its name.
 
         Args:
             state: the training state.
             warn: called if evaluation cannot run in pipeline stages as training does.
         """
         sums, num_samples = _Sums(), 0
+        alone = {name: _Sums() for name in self._parts if name}
         assembled, heartbeat = self._programs.assembled, own_heartbeat()
         with ExitStack() as stack:
             advice = MemoryAdvice(assembled).during(lambda: "evaluating", trains=False)
             stack.enter_context(advice)
             state = assembled.averaged(state) if self._ema else state
             leaves, report = assembled.step.leaf_values(state), None
-            for batch in self.samples:
+            for name, batch in ((name, b) for name, part in self._parts.items() for b in part):
                 heartbeat.tick()
                 self._check_structure(batch.arrays)
                 arrays = jax.tree.leaves(batch.arrays)
@@ -77,22 +84,27 @@ class Evaluator:
                 if report is None:
                     report = stack.enter_context(activity("evaluating", afterwards=False))
                     report(self._how_far(0))
-                sums.add(run(leaves, arrays))
+                values = run(leaves, arrays)
+                for each in filter(None, (sums, alone.get(name))):
+                    each.add(values)
                 num_samples += batch.num_samples
                 report(self._how_far(num_samples))
             if not num_samples:
                 raise no_data()
-            return {**sums.means(), EVAL_SAMPLES: num_samples}
+            losses = {f"loss.{name}": own.means()["loss"] for name, own in alone.items()}
+            return {**sums.means(), **losses, EVAL_SAMPLES: num_samples}
 
     def _how_far(self, done: int) -> str:
-        total = self.samples.num_samples
-        return f"{done:,} samples" if total is None else f"{done:,} of {total:,} samples"
+        each = [part.num_samples for part in self._parts.values()]
+        total = f" of {sum(n or 0 for n in each):,}" * (None not in each)
+        return f"{done:,}{total} samples"
 
     def compile_ahead(self) -> None:
         """Begin to compile what evaluations will run, in another thread."""
-        for batch in self.samples.shapes(self._first):
-            leaves = jax.tree.leaves(batch.arrays)
-            self._programs.compile_evaluation_ahead(leaves, batch.num_microbatches)
+        for part in self._parts.values():
+            for batch in part.shapes(self._first):
+                leaves = jax.tree.leaves(batch.arrays)
+                self._programs.compile_evaluation_ahead(leaves, batch.num_microbatches)
 
     def check(self) -> None:
         """Raise if the data are not like what the loss was traced with."""

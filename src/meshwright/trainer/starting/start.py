@@ -6,9 +6,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint import read_params
 from meshwright.checkpoint.array_paths import as_named_now
+from meshwright.data.chat_source import find_template
+from meshwright.data.chat_template import TEMPLATE
 from meshwright.data.document_marks import CONFIG as TOKENIZER_CONFIG
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ANY, Setting, UserError
@@ -133,10 +136,15 @@ def _hf_files(
     tokenizer = asked.data.tokenizer if asked.data is not None and asked.tokenizer else None
     names = dict(tokenizer.marks.names) if isinstance(tokenizer, Tokenizer) else {}
     special = {TOKENIZER_CONFIG: json.dumps(names, indent=2)} if names else {}
-    return special | keep_files(
+    files = special | keep_files(
         open_folder(folder) if folder is not None and folder.is_dir() else None,
         tokenizer=asked.tokenizer,
     )
+    data: Any = asked.config.get("data", {}) if asked.config else {}
+    if data.get("kind") in ("chat", "mixture"):
+        template = find_template(data.get("template"), asked.tokenizer)
+        files |= {} if template is None else {TEMPLATE: template.text}
+    return files
 
 
 def warm_start(

@@ -58,7 +58,7 @@ def generate_sample(
     graded = asked.recipe.config_data.is_built_in_text
     batch = source.batch(0, GRADED_ROWS if graded else 1)
     rows = np.asarray(batch["tokens"] if "tokens" in batch else batch["inputs"])
-    prompts: list[Any] = [*rows[:, : min(PROMPT_TOKENS, task.context_length - 1)]]
+    prompts: list[Any] = [*rows[:, : min(_prompt_length(batch), task.context_length - 1)]]
     if asked.sample_prompt is not None:
         prompts, graded = [TextTokens(tokenizer).encode(asked.sample_prompt)], False
     if isinstance(tokenizer, FileTokenizer):
@@ -77,3 +77,10 @@ def generate_sample(
         for prompt, text in zip(prompts, new.texts, strict=True)
     ]
     return TextSample(texts[0], grade(texts) if graded else None)
+
+
+def _prompt_length(batch: Any) -> int:
+    """Return how many tokens of a row the model continues: those before the first it learns."""
+    mask = batch.get("mask")
+    first = PROMPT_TOKENS - 1 if mask is None else int(np.argmax(np.asarray(mask)[0]))
+    return first + 1
