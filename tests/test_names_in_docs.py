@@ -291,8 +291,8 @@ def missing_word(span: str) -> str:
 COMMENT = r"<!-- (\w+): (max|median|first) ([\w .-]+?)(?: = (.+?))? -->"
 """A figure's source: the record, which of its values, and their path.
 
-It stands right after the figure, ``7%<!-- gpu_sustained: max rows.memory_error -->``. Before a fenced
-block it repeats the figure as it is in the block, after ``=``.
+It stands right after the figure, ``7%<!-- gpu_sustained: max rows.memory_error -->``. Before a
+fenced block it repeats the figure as it is in the block, after ``=``.
 """
 
 QUOTED = re.compile(rf"(?:(less than )?([\d.,]+) ?(%|×|GiB|MB)?)?{COMMENT}")

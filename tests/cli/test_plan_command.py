@@ -414,3 +414,15 @@ def test_a_run_trains_with_the_plan_and_can_be_run_again_without_its_file(
     capfd.readouterr()
     assert main(["train", "--config", "run", "--cfg", "job"]) == 0
     assert yaml.safe_load(capfd.readouterr().out)["mesh"]["fsdp"] == 4
+
+
+@pytest.mark.full
+def test_the_plan_in_the_readme_is_the_one_that_is_printed(capfd, monkeypatch):
+    block = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    block = block.partition("$ meshwright plan ")[2].partition("```")[0]
+    words, *shown = block.strip().splitlines()
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["plan", *words.split()]) == 0
+    printed = capfd.readouterr().out
+    assert len(shown) > 5
+    assert [line for line in shown if line != "…" and line not in printed] == []

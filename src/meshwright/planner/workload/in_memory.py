@@ -69,7 +69,9 @@ def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
     """Return how long each array of a program is in memory, in moments of the whole program."""
     found: list[Lifetime] = []
     _walk(kernels, 0, found, backward=None)
-    return found + _unreduced(found)
+    # Loops reduce the gradients of each iteration before they add them to the others.
+    of_loops = {id(array) for kernel in kernels if kernel.bodies for array in kernel.writes}
+    return found + _unreduced([each for each in found if id(each.array) not in of_loops])
 
 
 def _unreduced(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
