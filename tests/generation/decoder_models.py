@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 VOCABULARY, WIDTH, HEADS = 32, 16, 2
+AHEAD = "sees later tokens"
 WIDE = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 
 
@@ -145,21 +146,27 @@ CACHED = {
 """Ways to mix positions that need a cache, or a state."""
 
 RECOMPUTED = {
-    "no_mask": (_attention(lambda s, t: jax.nn.softmax(s, -1)), "later positions"),
-    "one_ahead": (_masked(ahead=1), "later positions"),
-    "convolution_ahead": (_conv("SAME"), "later positions"),
+    "no_mask": (_attention(lambda s, t: jax.nn.softmax(s, -1)), AHEAD),
+    "one_ahead": (_masked(ahead=1), AHEAD),
+    "convolution_ahead": (_conv("SAME"), AHEAD),
     "shift_ahead": (
         _of(lambda layer, x: layer(jnp.pad(x, ((0, 0), (0, 1), (0, 0)))[:, 1:])),
-        "later positions",
+        AHEAD,
     ),
-    "reversed_sum": (_of(lambda layer, x: jnp.cumsum(layer(x)[:, ::-1], 1)[:, ::-1]), "positions"),
-    "mean": (_of(lambda layer, x: x - layer(x).sum(1, keepdims=True) / 100), "positions"),
-    "norm_over_time": (_of(lambda layer, x: x / jnp.max(layer(x), 1, keepdims=True)), "positions"),
+    "reversed_sum": (
+        _of(lambda layer, x: jnp.cumsum(layer(x)[:, ::-1], 1)[:, ::-1]),
+        AHEAD,
+    ),
+    "mean": (_of(lambda layer, x: x - layer(x).sum(1, keepdims=True) / 100), AHEAD),
+    "norm_over_time": (
+        _of(lambda layer, x: x / jnp.max(layer(x), 1, keepdims=True)),
+        AHEAD,
+    ),
     "length": (
         _attention(lambda s, t: _softmax(s * jnp.log(s.shape[-1]), _seen(s.shape[-1]))),
-        "number of tokens",
+        "how many tokens",
     ),
     "fourier": (_of(lambda layer, x: jnp.fft.fft(layer(x), axis=1).real), ""),
-    "sorted": (_of(lambda layer, x: layer(jnp.sort(x, axis=1))), "positions"),
+    "sorted": (_of(lambda layer, x: layer(jnp.sort(x, axis=1))), AHEAD),
 }
 """Ways to mix positions that depend on later ones, or on how many there are."""

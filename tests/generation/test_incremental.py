@@ -7,6 +7,7 @@ from flax import nnx
 from generation.decoder_models import CACHED, RECOMPUTED, VOCABULARY, Decoder
 
 from meshwright.config.compose import compose_config, validate
+from meshwright.errors import UserError
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.token_decoder import split_model
 from meshwright.recipe import make_model_source
@@ -58,20 +59,23 @@ def test_what_depends_on_later_positions_is_recomputed(mix, reason):
 
 def test_the_reason_names_operation_and_module():
     decoder, _ = make_decoder(Decoder(RECOMPUTED["mean"][0], rngs=nnx.Rngs(0)), LENGTH)
-    assert decoder.reason == "reduce_sum in mix mixes positions"
+    assert decoder.reason == "the model sees later tokens (reduce_sum in mix)"
 
 
-def test_a_model_that_takes_only_some_lengths_is_recomputed():
-    chunks = RECOMPUTED["fourier"][0]
-
-    class Chunked(Decoder):
+@pytest.mark.parametrize("name", ["fourier", "written_out"])
+def test_a_model_that_takes_only_some_lengths_is_recomputed_or_refused(name):
+    class Some(Decoder):
         def __call__(self, tokens):
-            assert tokens.shape[1] % 8 == 0, "lengths are multiples of 8"
+            assert tokens.shape[1] % 6 == 0, "lengths are multiples of 6"
             return super().__call__(tokens)
 
-    decoder, _ = make_decoder(Chunked(chunks, rngs=nnx.Rngs(0)), LENGTH)
+    if name == "fourier":
+        with pytest.raises(UserError, match=r"sees later tokens(.|\n)*multiples of 6"):
+            make_decoder(Some(RECOMPUTED[name][0], rngs=nnx.Rngs(0)), LENGTH)
+        return
+    decoder, _ = make_decoder(Some(CACHED[name], rngs=nnx.Rngs(0)), LENGTH)
     assert "called with 23 tokens" in decoder.reason
-    assert "multiples of 8" in decoder.reason
+    assert "multiples of 6" in decoder.reason
 
 
 FAMILIES = ("gpt2_nano", "llama3_tiny", "gemma3_tiny", "qwen3_tiny", "moe_tiny", "lstm_tiny",

@@ -17,7 +17,9 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import check_count, wrong_kind
-from meshwright.errors import UserError, typed_line
+from meshwright.errors import UserError, argument, typed_line
+from meshwright.generation.make_decoder import how_decoded, how_from_shapes
+from meshwright.generation.position_limit import PositionLimit, position_limit
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
@@ -31,10 +33,12 @@ from meshwright.generation.token_loop import (
     TokenLoop,
     batches,
     length_bucket,
+    of_one_length,
 )
 from meshwright.generation.token_programs import token_programs
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.mesh.build import build_mesh
+from meshwright.program.trace.scopes import module_scopes
 from meshwright.runtime.activity import activity
 from meshwright.text.units import counted
 
@@ -118,6 +122,8 @@ class Generator:
         placement: where rows are.
         remarks: what the user should know.
         notes: what else turned out while generating.
+        stated: whether the context is known to be right, and tables need not be looked for.
+        limits: what was found of tables, by length.
     """
 
     model: nnx.Module
@@ -132,6 +138,8 @@ class Generator:
     placement: RowPlacement = field(default_factory=RowPlacement)
     remarks: tuple[str, ...] = ()
     notes: set[str] = field(default_factory=set[str])
+    stated: bool = False
+    limits: dict[int, PositionLimit] = field(default_factory=dict[int, PositionLimit])
 
     @cached_property
     def vocabulary(self) -> int:
@@ -148,8 +156,9 @@ class Generator:
             on_piece: called with what each row gets, as soon as it has it.
             chunk: the most tokens between two such calls.
         """
+        most = self.room(max(len(prompt.tokens) for prompt in prompts) + self.max_new_tokens)
         rows = [
-            Row(prompt, sample, min(self.max_new_tokens, self.context - len(prompt.tokens)))
+            Row(prompt, sample, min(self.max_new_tokens, most - len(prompt.tokens)))
             for prompt in prompts
             for sample in range(self.samples)
         ]
@@ -157,15 +166,39 @@ class Generator:
         chunk = chunk or (CHUNK if on_piece is None else STREAMED_CHUNK)
         for some in batches(rows, self.batch_size):
             need = max(len(row.prompt.tokens) + row.limit for row in some)
-            length = length_bucket(need, self.context)
+            length = length_bucket(need, most)
             programs, weights = token_programs(self.model, length, self.placement, self.vocabulary)
-            if reason := programs.decoder.reason:
-                self.notes.add(f"all earlier tokens are read again for each new one: {reason}")
+            if programs.decoder.reason:
+                self.notes.add(how_decoded(programs.decoder))
             loop = TokenLoop(
                 programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk
             )
-            loop.run(some, watch)
+            for group in of_one_length(some) if programs.decoder.exact else [some]:
+                loop.run(group, watch)
         return rows
+
+    def room(self, count: int) -> int:
+        """Return the most tokens of a row if so many are asked for.
+
+        It is less where the context ends, or a table of positions in the model's program.
+        """
+        if self.stated:
+            return self.context
+        length = length_bucket(count, self.context)
+        if length not in self.limits:
+            logits_of, weights = split_model(self.model)
+            with module_scopes(self.model):
+                self.limits[length] = position_limit(logits_of, weights, length)
+        limit = self.limits[length]
+        if not limit.length:
+            raise UserError(
+                f"{type(self.model).__name__} cannot be called with {length:,} tokens",
+                why=limit.why,
+                fix="pass context_length=, the most tokens that it takes",
+            )
+        if limit.length < count:
+            self.notes.add(f"a row has at most {limit.length:,} tokens: {limit.why}")
+        return limit.length
 
     def read(self, prompts: Prompts) -> list[Prompt]:
         """Return prompts as tokens, and refuse those that cannot be continued."""
@@ -190,12 +223,18 @@ class Generator:
                 why=f"its {self.vocabulary:,} tokens are 0 to {self.vocabulary - 1}",
                 fix="use the tokenizer that the model was trained with",
             )
-        if whole and not 0 < tokens.size < self.context:
-            room = f"it has {tokens.size:,} tokens, and the model's context {self.context:,}"
+        if whole and not tokens.size:
             raise UserError(
-                f"prompt {number} {'leaves no room for new tokens' if tokens.size else 'is empty'}",
-                why=room if tokens.size else "a model predicts what follows at least one token",
-                fix=f"shorten it to at most {self.context - 1:,} tokens" if tokens.size else "",
+                f"prompt {number} is empty" if number else "the prompt is empty",
+                why="a model predicts what follows at least one token",
+                fix="write how the text begins",
+            )
+        context = self.room(tokens.size + 1) if whole else self.context
+        if whole and tokens.size >= context:
+            raise UserError(
+                f"prompt {number} leaves no room for new tokens",
+                why=f"it has {tokens.size:,} tokens, and the model's context {context:,}",
+                fix=f"shorten it to at most {context - 1:,} tokens",
             )
         return tokens
 
@@ -310,7 +349,8 @@ def make_generator(
             why="the temperature is 0, which takes the likeliest token",
             fix="write a temperature above 0, such as 1",
         )
-    context = context_length or context_of(model)
+    own = context_of(model)
+    context = own if context_length is None else context_length
     check_count("context_length", context)
     placement = placement_of(jax.tree.leaves(nnx.state(model)), _as_mesh(mesh))
     placed, remark = placement.model(model, dtype)
@@ -326,15 +366,18 @@ def make_generator(
         context=context,
         placement=placement,
         remarks=tuple(filter(None, (*remarks, remark))),
+        stated=context <= own < UNLIMITED,
     )
 
 
 def generated(generator: Generator, rows: Sequence[Row], started: float) -> Generated:
     """Return finished rows as the user gets them."""
-    full = sum(row.ended is Ended.CONTEXT for row in rows)
+    full = [row for row in rows if row.ended is Ended.CONTEXT]
+    context = max((len(row.prompt.tokens) + len(row.tokens) for row in full), default=0)
     remark = (
-        f"{counted(full, 'row')} ended before max_new_tokens={generator.max_new_tokens}, because "
-        f"the model's context of {generator.context:,} tokens was full"
+        f"{counted(len(full), 'row')} ended before "
+        f"{argument('max_new_tokens', generator.max_new_tokens)}, because the model's context of "
+        f"{context:,} tokens was full"
     )
     remarks = (*generator.remarks, *sorted(generator.notes), *([remark] if full else []))
     return Generated(tuple(rows), time.perf_counter() - started, remarks)
@@ -369,6 +412,18 @@ def vocabulary_of(model: nnx.Module, length: int) -> int:
             fix=fix,
         )
     return shape[-1]
+
+
+def how_generated(model: Any) -> str:
+    """Return how a model without values would be generated from; empty if it is no decoder."""
+    if not isinstance(model, nnx.Module):
+        return ""
+    length = min(context_of(model), 128)
+    try:
+        vocabulary_of(model, min(8, length))
+    except UserError:
+        return ""
+    return how_from_shapes(model, length)
 
 
 def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:

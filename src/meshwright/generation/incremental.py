@@ -36,13 +36,14 @@ class IncrementalDecoder:
         length: the most tokens of a row.
     """
 
-    reason = ""
+    reason, exact = "", False
 
     def __init__(self, traced: TracedDecoder, length: int) -> None:
         self.length, self.traced = length, traced
         self.plan = plan_rows(Positions(traced.short))
         self.orders = {v: stored_order(self.plan, v, dim) for v, dim in self.plan.kept.items()}
         """By kept variable, the order of its dims in the cache."""
+        traced.of_length(length)
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""

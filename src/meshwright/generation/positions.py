@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.generation.row_rules import RUNNING, row_rule, source_dim
+from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.op import primitives
 from meshwright.program.jaxpr.equations import (
@@ -42,15 +43,38 @@ _LOW_TO_LOW = primitives("convert_element_type copy copy_p name stop_gradient")
 _NO_LOOKAHEAD = -(2**31)
 
 
+_LATER = primitives(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin sort rev fft
+    top_k dot_general conv_general_dilated cumsum cumprod cummax cummin cumlogsumexp
+    """
+)
+"""Operations over positions that read later ones if nothing masks those."""
+
+
 class NotIncremental(Exception):
-    """Why a model's rows cannot be computed one after the other."""
+    """Why a model's rows cannot be computed one after the other.
+
+    Attributes:
+        at: the operation and its module; empty if it is none of them.
+    """
+
+    def __init__(self, why: str, at: str = "") -> None:
+        self.at = at
+        super().__init__(f"{why} ({at})" if at else why)
 
     @classmethod
-    def at(cls, eqn: Equation, why: str) -> NotIncremental:
+    def by(cls, eqn: Equation, why: str = "") -> NotIncremental:
         """Return the reason with the operation and its module."""
-        module = module_of(name_stack(eqn))
-        where = f"in {module}" if module else "outside all modules"
-        return cls(f"{eqn.primitive.name} {where} {why}")
+        unknown = "mixes tokens in a way that no cache is known for"
+        why = why or (LATER if eqn.primitive.name in _LATER else unknown)
+        return cls(f"the model {why}", where(eqn))
+
+
+def where(eqn: Equation) -> str:
+    """Return an operation and its module."""
+    module = module_of(name_stack(eqn))
+    return f"{eqn.primitive.name} {f'in {module}' if module else 'outside all modules'}"
 
 
 class Positions:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.row_rules import RowRule, row_rule
+from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 
@@ -82,12 +83,11 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
         return sorted(needs)
     dims = positions.of(variable)
     if len(dims) != 1:
-        why = "mixes positions" if not dims else "needs all pairs of positions"
-        raise NotIncremental.at(eqn, why)
+        raise NotIncremental.by(eqn, "needs all pairs of positions" if dims else "")
     rule = row_rule(eqn, number, dims[0])
     moves = _smallest_source(positions, variable) < _num_bytes(variable)
     if rule is None or (rule.whole and positions.lookahead(variable, dims[0]) > 0):
-        raise NotIncremental.at(eqn, "mixes positions")
+        raise NotIncremental.by(eqn)
     if moves or rule.whole:
         return sorted(needs)
     plan.kept[variable] = dims[0]
@@ -147,10 +147,10 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
             _need_rows(plan, eqn, rule, need)
         return
     if rule is None:
-        raise NotIncremental.at(eqn, "mixes positions")
+        raise NotIncremental.by(eqn)
     if rule.whole:
         if positions.lookahead(variable, dim) > 0:
-            raise NotIncremental.at(eqn, "reads later positions")
+            raise NotIncremental.by(eqn, LATER)
         _need_whole(plan, eqn.invars)
         plan.need(variable, WHOLE)
     elif eqn.primitive.name == "scan":
@@ -173,7 +173,7 @@ def _need_rows(plan: RowPlan, eqn: Equation, rule: RowRule, need: Need) -> None:
 
 def _carry(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     if not plan.positions.carried(eqn):
-        raise NotIncremental.at(eqn, "is a loop that begins with something of all positions")
+        raise NotIncremental.by(eqn, "has a loop that begins with something of all positions")
     if eqn not in plan.carried:
         plan.carried.append(eqn)
     _need_rows(plan, eqn, rule, (0, True))
@@ -186,17 +186,17 @@ def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
         dims = positions.of(atom)
         if not dims:
             if positions.depends(atom):
-                raise NotIncremental.at(positions.mixed_by(atom), "mixes positions")
+                raise NotIncremental.by(positions.mixed_by(atom))
             continue
         if len(dims) > 2 or (len(dims) == 2 and name not in _OF_PAIRS):
-            raise NotIncremental.at(eqn, "reads pairs of positions")
+            raise NotIncremental.by(eqn, "reads pairs of positions")
         if inner is None and name not in _OF_PAIRS:
-            raise NotIncremental.at(eqn, "mixes positions")
+            raise NotIncremental.by(eqn)
         other = [d for d in dims if d != inner]
         if name in _VANISHING and other and other[0] in eqn.params["axes"]:
             assert inner is not None
             if positions.masked(atom, inner, other[0]) != _VANISHING[name]:
-                raise NotIncremental.at(eqn, "reads later positions")
+                raise NotIncremental.by(eqn, LATER)
     if name == "dot_general":
         _check_product(positions, eqn, rule)
 
@@ -212,4 +212,4 @@ def _check_product(positions: Positions, eqn: Equation, rule: RowRule) -> None:
     for mine, theirs in pairs:
         summed = theirs in positions.of(whole) or mine in positions.of(row)
         if summed and positions.masked(row, inner, mine) != "zero":
-            raise NotIncremental.at(eqn, "sums over later positions")
+            raise NotIncremental.by(eqn, LATER)

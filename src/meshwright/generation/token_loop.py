@@ -110,10 +110,13 @@ class TokenLoop:
         slots: list[Row | None] = [*rows]
         size = row_bucket(len(rows), self.programs.placement)
         slots += [None] * (size - len(rows))
-        prompts = _prompts(slots, self.programs.placement, self.programs.decoder.length)
+        decoder = self.programs.decoder
+        most = len(rows[0].prompt.tokens) if decoder.exact else decoder.length
+        prompts = _prompts(slots, self.programs.placement, most)
         cache, state, new = self.programs.start(self.weights, numbers, prompts, method=method)
         self._add(slots, new, watch)
-        steps = chunk_size(max(row.limit for row in rows) - 1, self.chunk)
+        chunk = 1 if decoder.exact else self.chunk
+        steps = chunk_size(max(row.limit for row in rows) - 1, chunk)
         while going := [n for n, row in enumerate(slots) if row is not None and not row.ended]:
             size = row_bucket(len(going), self.programs.placement)
             if size < len(slots):
@@ -181,6 +184,14 @@ def batches(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
     """Yield rows in batches."""
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
+
+
+def of_one_length(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return rows in groups whose prompts have the same length."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(len(row.prompt.tokens), []).append(row)
+    return list(found.values())
 
 
 def row_bucket(rows: int, placement: RowPlacement) -> int:

@@ -10,16 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.errors import UserError
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
-from meshwright.generation.token_decoder import (
-    Cache,
-    RecomputingDecoder,
-    TokenDecoder,
-    Weights,
-)
+from meshwright.generation.token_decoder import Cache, TokenDecoder, Weights
 
 KEPT = 8
 """Models and lengths whose programs are kept."""
@@ -90,9 +84,14 @@ class TokenPrograms:
         self.placement = placement
         self.vocabulary = vocabulary
         self.start = jax.jit(self._start, static_argnames=("method",))
-        self.advance = jax.jit(
+        self.advance: Any = jax.jit(
             self._advance, static_argnames=("method", "steps"), donate_argnames=("cache", "rows")
         )
+        if decoder.exact:
+            # Rows get longer, so the next token needs another program of the model, and it alone.
+            self._step = jax.jit(lambda *given: placement.rows(decoder.step(*given)))
+            self._choose = jax.jit(self._chosen, static_argnums=0)
+            self.advance = self._lengthen
         self.take = jax.jit(self._take)
 
     def _start(
@@ -145,6 +144,26 @@ class TokenPrograms:
         (cache, rows), new = jax.lax.scan(step, (cache, rows), length=steps)
         return *self.placement.rows((cache, rows)), self.placement.whole(new)
 
+    def _lengthen(
+        self,
+        weights: Weights,
+        numbers: Numbers,
+        cache: Cache,
+        rows: Rows,
+        *,
+        method: Method,
+        steps: int,
+    ) -> tuple[Cache, Rows, NewTokens]:
+        """Add a token to each row, and the token to the cache."""
+        assert steps == 1
+        logits, cache = self._step(weights, cache, rows.token, rows.position)
+        rows, new = self._choose(method, numbers, logits, rows)
+        return cache, rows, jax.tree.map(lambda a: a[None], new)
+
+    def _chosen(self, *given: Any) -> tuple[Rows, NewTokens]:
+        rows, new = _choose(*given)
+        return self.placement.rows(rows), self.placement.whole(new)
+
     def _take(self, cache: Cache, rows: Rows, which: Array) -> tuple[Cache, Rows]:
         """Keep only some rows."""
         return self.placement.rows(jax.tree.map(lambda array: array[which], (cache, rows)))
@@ -171,16 +190,6 @@ def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tupl
     return moved, NewTokens(chosen, going)
 
 
-def _refuse_lookahead(model: nnx.Module, decoder: TokenDecoder, weights: Weights) -> None:
-    if isinstance(decoder, RecomputingDecoder) and decoder.sees_padding(weights):
-        raise UserError(
-            f"{type(model).__name__} cannot continue a text",
-            why="its logits change with later tokens, or with how many there are: "
-            f"{decoder.reason}",
-            fix="mask later positions in the model, as a decoder does",
-        )
-
-
 _kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
 
 
@@ -204,11 +213,9 @@ def token_programs(
     except TypeError:
         # A model with attributes that have no hash.
         decoder, weights = make_decoder(model, length)
-        _refuse_lookahead(model, decoder, weights)
         return TokenPrograms(decoder, placement, vocabulary), weights
     if kept is None:
         decoder, weights = make_decoder(model, length)
-        _refuse_lookahead(model, decoder, weights)
         _kept[key] = kept = TokenPrograms(decoder, placement, vocabulary)
     _kept.move_to_end(key)
     while len(_kept) > KEPT:

@@ -1,0 +1,70 @@
+"""How many tokens a model takes, as its program says: where its tables of positions end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from meshwright.generation.positions import NotIncremental, Positions, where
+from meshwright.generation.token_decoder import LogitsOf, Weights
+from meshwright.generation.traced_decoder import Loops, trace_row
+from meshwright.program.jaxpr.equations import Equation, aval_of
+
+
+class PositionLimit(NamedTuple):
+    """How many tokens a row may have.
+
+    Attributes:
+        length: the most tokens; 0 if the model takes none of the lengths that were tried.
+        why: why not more; empty if as many as were asked for.
+    """
+
+    length: int
+    why: str = ""
+
+
+def position_limit(logits_of: LogitsOf, weights: Weights, length: int) -> PositionLimit:
+    """Return the most tokens that a model takes in a row, up to a length."""
+
+    def wrong(count: int) -> str:
+        try:
+            closed = trace_row(logits_of, weights, count, Loops(count, []))
+        except NotIncremental as error:
+            return str(error)
+        return _past_a_table(Positions(closed))
+
+    if not (why := wrong(length)):
+        return PositionLimit(length)
+    fits, fails = 0, length
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if found := wrong(middle):
+            fails, why = middle, found
+        else:
+            fits = middle
+    # A model that takes only some lengths has no limit there.
+    known = fits > 1 and not wrong(fits - 1)
+    return PositionLimit(fits if known else 0, why)
+
+
+def _past_a_table(positions: Positions) -> str:
+    for eqn in positions.jaxpr.eqns:
+        if eqn.primitive.name == "gather" and (found := _rows_past(positions, eqn)):
+            return found
+    return ""
+
+
+def _rows_past(positions: Positions, eqn: Equation) -> str:
+    """Return what is wrong with a look-up whose indices follow from positions alone."""
+    table, indices = eqn.invars
+    clips = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+    value = None if clips or positions.depends(indices) else positions.constant(indices)
+    if value is None or not value.size:
+        return ""
+    shape, sizes = aval_of(table).shape, eqn.params["slice_sizes"]
+    for place, dim in enumerate(eqn.params["dimension_numbers"].start_index_map):
+        if int(np.max(value[..., place])) > shape[dim] - sizes[dim]:
+            return f"the table of positions that {where(eqn)} reads has {shape[dim]:,} rows"
+    return ""
