@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from jax import Array
 
 from meshwright.errors import UserError, typed_line
+from meshwright.generation.chunked import chunk_sizes, chunked_decoder
 from meshwright.generation.incremental import IncrementalDecoder
 from meshwright.generation.positions import NotIncremental
 from meshwright.generation.token_decoder import (
@@ -65,6 +67,11 @@ def cached_decoder(logits_of: LogitsOf, weights: Weights, length: int) -> Increm
     except OtherOperations:
         # A table as long as the row is not sliced. The last token of a row is never read.
         return IncrementalDecoder(TracedDecoder(logits_of, weights, length - 1), length - 1)
+    except NotIncremental as reason:
+        for chunk in chunk_sizes(logits_of, weights, length):
+            with suppress(NotIncremental):
+                return chunked_decoder(logits_of, weights, length, chunk)
+        raise reason
 
 
 def how_from_shapes(model: nnx.Module, length: int) -> str:

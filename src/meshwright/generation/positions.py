@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.generation.row_rules import RUNNING, row_rule, source_dim
+from meshwright.generation.row_rules import RUNNING, RowRule, row_rule, source_dim
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.op import primitives
@@ -82,10 +82,11 @@ class Positions:
 
     Args:
         closed: the program, traced for few positions; its last input is the tokens [1, T].
+        chunk: the program may divide positions into chunks of so many.
     """
 
-    def __init__(self, closed: ClosedJaxpr) -> None:
-        self.closed, self.jaxpr = closed, closed.jaxpr
+    def __init__(self, closed: ClosedJaxpr, chunk: int = 1) -> None:
+        self.closed, self.jaxpr, self.chunk = closed, closed.jaxpr, chunk
         self.made: dict[Var, tuple[Equation, int]] = {
             variable: (eqn, number)
             for eqn in self.jaxpr.eqns
@@ -107,6 +108,16 @@ class Positions:
         """Return the dims of positions of a value; none if it does not depend on tokens."""
         return () if isinstance(atom, Literal) else self.dims.get(atom, ())
 
+    def rule(self, eqn: Equation, result: int, dim: int) -> RowRule | None:
+        """Return how rows along a dim of one result are computed; None if there is no way."""
+        return row_rule(eqn, result, dim, self.chunk)
+
+    def unit(self, atom: Atom, dim: int) -> int:
+        """Return how many positions one index of a dim of positions stands for."""
+        # Chunks, and one more or less, are far fewer than positions.
+        few = aval_of(atom).shape[dim] <= self.length // self.chunk + 2
+        return self.chunk if few else 1
+
     def _follow(self, eqn: Equation) -> None:
         if not any(self.depends(a) for a in eqn.invars):
             return
@@ -116,7 +127,7 @@ class Positions:
             self.dims[variable] = tuple(dims)
 
     def _is_positions(self, eqn: Equation, result: int, dim: int) -> bool:
-        rule = row_rule(eqn, result, dim)
+        rule = self.rule(eqn, result, dim)
         if rule is None:
             return False
         if rule.whole:
@@ -150,7 +161,7 @@ class Positions:
     def _reach(
         self, eqn: Equation, result: int, dim: int, found: Mapping[tuple[Var, int], int]
     ) -> int:
-        rule = row_rule(eqn, result, dim)
+        rule = self.rule(eqn, result, dim)
         assert rule is not None
         reach = _NO_LOOKAHEAD
         offset = 0
@@ -161,6 +172,7 @@ class Positions:
                 if eqn.primitive.name == "concatenate":
                     later = -offset
                     offset += aval_of(atom).shape[dim]
+                later *= self.unit(eqn.outvars[result], dim)
             if inner is not None and inner in self.of(atom) and not isinstance(atom, Literal):
                 reach = max(reach, found.get((atom, inner), 0) + later)
         return reach
@@ -180,7 +192,7 @@ class Positions:
         name = eqn.primitive.name
         if name == "select_n":
             return self._chosen(eqn, row, key)
-        rules = row_rule(eqn, number, row), row_rule(eqn, number, key)
+        rules = self.rule(eqn, number, row), self.rule(eqn, number, key)
         if rules[0] is None or rules[1] is None or rules[0].whole or rules[1].whole:
             return ""
         states: list[str] = []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
-from meshwright.generation.row_rules import RowRule, row_rule
+from meshwright.generation.row_rules import RowRule
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
@@ -70,7 +70,8 @@ def plan_rows(positions: Positions) -> RowPlan:
             for need in _resolved(plan, eqn, number, variable):
                 _pass_on(plan, eqn, number, need)
     tokens = positions.jaxpr.invars[-1]
-    if WHOLE in plan.needs.get(tokens, ()):
+    # A chunk is computed again for each of its tokens.
+    if WHOLE in plan.needs.get(tokens, ()) or positions.chunk > 1:
         plan.kept[tokens] = 1
     return plan
 
@@ -84,7 +85,7 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
     dims = positions.of(variable)
     if len(dims) != 1:
         raise NotIncremental.by(eqn, "needs all pairs of positions" if dims else "")
-    rule = row_rule(eqn, number, dims[0])
+    rule = positions.rule(eqn, number, dims[0])
     moves = _smallest_source(positions, variable) < _num_bytes(variable)
     if rule is None or (rule.whole and positions.lookahead(variable, dims[0]) > 0):
         raise NotIncremental.by(eqn)
@@ -137,14 +138,14 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
     if need == WHOLE:
         _need_whole(plan, eqn.invars)
         return
-    rule = row_rule(eqn, number, dim)
+    rule = positions.rule(eqn, number, dim)
     if not positions.depends(variable):
         # Nothing of it depends on tokens: rows are computed, or taken from the whole.
         if rule is None or rule.whole:
             _need_whole(plan, eqn.invars)
             plan.need(variable, WHOLE)
         else:
-            _need_rows(plan, eqn, rule, need)
+            _need_rows(plan, eqn, rule, (dim, True) if rule.chunked else need)
         return
     if rule is None:
         raise NotIncremental.by(eqn)
@@ -157,6 +158,9 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
         _carry(plan, eqn, rule)
         plan.need(variable, (0, True))
     else:
+        if rule.chunked:
+            need = dim, True
+            plan.need(variable, need)
         _check_pairs(positions, eqn, rule)
         _need_rows(plan, eqn, rule, need)
 
@@ -188,7 +192,8 @@ def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
             if positions.depends(atom):
                 raise NotIncremental.by(positions.mixed_by(atom))
             continue
-        if len(dims) > 2 or (len(dims) == 2 and name not in _OF_PAIRS):
+        mixed = len({positions.unit(atom, dim) for dim in dims}) > 1
+        if len(dims) > 2 or (len(dims) == 2 and (mixed or name not in _OF_PAIRS)):
             raise NotIncremental.by(eqn, "reads pairs of positions")
         if inner is None and name not in _OF_PAIRS:
             raise NotIncremental.by(eqn)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,6 +40,10 @@ class Rows:
         """Return these rows of a value that has all of them."""
         return jax.lax.dynamic_slice_in_dim(value, self.start, self.count, dim)
 
+    def chunks(self, size: int) -> Rows:
+        """Return them in chunks of so many; one row belongs to one chunk."""
+        return self if size == 1 else Rows(self.start // size, max(1, self.count // size))
+
 
 @dataclass(frozen=True)
 class RowRule:
@@ -49,16 +53,27 @@ class RowRule:
         dims: for each operand, the dim of which the same rows are needed; None for all of it.
         run: computes the result from the operands and the rows.
         whole: whether all operands are needed whole, and the rows are taken from the result.
+        chunked: whether whole chunks are needed, because it divides rows into them or joins them.
     """
 
     dims: tuple[int | None, ...]
     run: Callable[[Equation, Sequence[Value], Rows], list[Value]]
     whole: bool = False
+    chunked: bool = False
 
 
-def row_rule(eqn: Equation, result: int, dim: int) -> RowRule | None:
-    """Return how rows along a dim of one result are computed; None if there is no way."""
+def row_rule(eqn: Equation, result: int, dim: int, chunk: int = 1) -> RowRule | None:
+    """Return how rows along a dim of one result are computed; None if there is no way.
+
+    Args:
+        eqn: the operation.
+        result: which result.
+        dim: its dim.
+        chunk: rows are computed in chunks of so many, and a dim may count chunks.
+    """
     name = eqn.primitive.name
+    if name == "reshape" and chunk > 1 and (found := _rechunked(eqn, dim, chunk)):
+        return found
     if name in ELEMENTWISE:
         size = _out(eqn, result)[dim]
         shapes = [aval_of(a).shape for a in eqn.invars]
@@ -115,11 +130,27 @@ def _reshape(eqn: Equation, result: int, dim: int) -> RowRule | None:
     ]
     if not inner or eqn.params.get("dimensions") is not None:
         return None
+    return _reshaped(dim, inner[0])
 
+
+def _rechunked(eqn: Equation, dim: int, chunk: int) -> RowRule | None:
+    """A reshape that divides rows into chunks, or joins chunks."""
+    shape, out = _in(eqn), _out(eqn)
+    for inner in range(len(shape)):
+        if math.prod(shape[:inner]) != math.prod(out[:dim]):
+            continue
+        divides = shape[inner] == out[dim] * chunk and out[dim + 1 : dim + 2] == (chunk,)
+        joins = out[dim] == shape[inner] * chunk and shape[inner + 1 : inner + 2] == (chunk,)
+        if divides or joins:
+            return replace(_reshaped(dim, inner), chunked=True)
+    return None
+
+
+def _reshaped(dim: int, inner: int) -> RowRule:
     def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
         return [operands[0].reshape(_resized(_out(eqn), dim, rows.count))]
 
-    return RowRule((inner[0],), run)
+    return RowRule((inner,), run)
 
 
 def _transpose(eqn: Equation, result: int, dim: int) -> RowRule | None:
@@ -153,6 +184,19 @@ def _along_other(axis: str) -> Callable[[Equation, int, int], RowRule | None]:
 
 def _reverse(eqn: Equation, result: int, dim: int) -> RowRule | None:
     return None if dim in eqn.params["dimensions"] else RowRule((dim,), _bound)
+
+
+def _stack(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    axis = eqn.params["axis"] % len(_out(eqn))
+    return None if dim == axis else RowRule((dim - (dim > axis),) * len(eqn.invars), _bound)
+
+
+def _unstack(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    return RowRule((dim + (dim >= eqn.params["axis"] % len(_in(eqn))),), _bound)
+
+
+def _tile(eqn: Equation, result: int, dim: int) -> RowRule | None:
+    return RowRule((dim,), _bound) if eqn.params["reps"][dim] == 1 else None
 
 
 def _top_k(eqn: Equation, result: int, dim: int) -> RowRule | None:
@@ -287,6 +331,9 @@ _RULES: Mapping[str, Callable[[Equation, int, int], RowRule | None]] = {
     "squeeze": _squeeze,
     "split": _along_other("axis"),
     "rev": _reverse,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
     "sort": _along_other("dimension"),
     "top_k": _top_k,
     "concatenate": _concatenate,

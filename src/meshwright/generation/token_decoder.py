@@ -106,23 +106,29 @@ class RecomputingDecoder:
 
     def sees(self, weights: Weights, vocabulary: int) -> str:
         """Return what else than earlier tokens changes a row's logits: then padding is wrong."""
-        count = max(1, self.length // 2)
-        random = np.random.default_rng(0).integers(0, vocabulary, (3, 1, self.length), np.int32)
-        one, other = random[0].copy(), random[0].copy()
-        one[:, count:], other[:, count:] = 0, random[1, :, count:]
+        random = np.random.default_rng(0)
+        row = random.integers(0, vocabulary, (1, self.length), np.int32)
         logits_of = jax.jit(self.logits_of)
-        first, second = (logits_of(weights, row)[:, :count] for row in (one, other))
-        scale, eps = jnp.abs(first).max(), float(jnp.finfo(first.dtype).eps)
-        if bool((jnp.abs(first - second) > 16 * eps * scale).any()):
-            return LATER
+        logits = logits_of(weights, row)
+        scale, eps = jnp.abs(logits).max(), float(jnp.finfo(logits.dtype).eps)
+        half = self.length // 2
+        # Some in a row, because a chunk may see no further than its end.
+        cuts = {*range(half, half + 8), *random.integers(1, self.length, 16).tolist()}
+        for count in sorted(cut for cut in cuts if 0 < cut < self.length):
+            other = random.integers(0, vocabulary, row.shape, np.int32)
+            other[:, :count] = row[:, :count]
+            change = jnp.abs(logits_of(weights, other) - logits)[:, :count]
+            if bool((change > 16 * eps * scale).any()):
+                return LATER
         try:
-            alone = logits_of(weights, one[:, :count])
+            alone = logits_of(weights, row[:, : half + 1])
         except Exception:
-            # Some models take only some lengths; then the two rows have to do.
+            # Some models take only some lengths; then the rows of this one have to do.
             return ""
         # Sums of another length are rounded otherwise.
         near = min(0.03, 1000 * eps) * scale
-        return COUNT if bool((jnp.abs(first - alone) > near).any()) else ""
+        changed = jnp.abs(logits[:, : half + 1] - alone) > near
+        return COUNT if bool(changed.any()) else ""
 
     def _logits(self, weights: Weights, window: Array, positions: Array) -> Array:
         # Row by row as far as the model can tell: some mix the rows of a batch.

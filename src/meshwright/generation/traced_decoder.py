@@ -29,6 +29,8 @@ from meshwright.text.units import counted
 
 SHORT = 61
 """Positions of the short program: a number that is hardly the size of another dim."""
+SHORT_CHUNKS = 5
+"""Chunks of the short program, for a model that works in chunks."""
 _SIZES = primitives(
     """
     shape new_sizes sizes limit_indices start_indices slice_sizes length padding_config padding
@@ -52,19 +54,22 @@ class TracedDecoder:
         logits_of: the model.
         weights: the values of its variables, or arrays of their shapes.
         length: the most tokens of a row.
+        chunk: the model divides positions into chunks of so many.
 
     Attributes:
         short: the program for few positions; what is known of the program is found here.
     """
 
-    def __init__(self, logits_of: LogitsOf, weights: Weights, length: int) -> None:
-        self._logits_of = logits_of
+    def __init__(self, logits_of: LogitsOf, weights: Weights, length: int, chunk: int = 1) -> None:
+        self._logits_of, self.chunk = logits_of, chunk
         self._weights = weights
         self._loops: list[bool] = []
         short = SHORT if length > SHORT else length - 1
+        if chunk > 1:
+            short = chunk * (SHORT_CHUNKS + 2 * (length == chunk * SHORT_CHUNKS))
         if short < 4:
             raise NotIncremental(f"{length} tokens are too few to tell positions from other dims")
-        self.short = self._trace(short, Loops(short, self._loops))
+        self.short = self._trace(short, Loops(short, self._loops, chunk=chunk))
         self._programs: dict[int, ClosedJaxpr] = {}
 
     def of_length(self, length: int) -> ClosedJaxpr:
@@ -99,10 +104,13 @@ class Loops:
         length: the number of positions.
         found: for each loop in order, whether it is unrolled; filled by the first trace.
         again: whether to do as the first trace did.
+        chunk: loops over chunks of so many positions are over positions.
     """
 
-    def __init__(self, length: int, found: list[bool], *, again: bool = False) -> None:
-        self._length, self._found = length, found
+    def __init__(
+        self, length: int, found: list[bool], *, again: bool = False, chunk: int = 1
+    ) -> None:
+        self._over, self._found = (length, length // chunk), found
         self._again = iter(list(found)) if again else None
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
@@ -110,7 +118,7 @@ class Loops:
         if eqn.primitive.name != "scan":
             return None
         count = eqn.params["length"]
-        unrolled = count != self._length and count <= _UNROLLED
+        unrolled = count not in self._over and count <= _UNROLLED
         if self._again is None:
             self._found.append(unrolled)
         else:
