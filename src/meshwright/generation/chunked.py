@@ -1,8 +1,8 @@
 """Models that divide positions into chunks, such as Mamba 2: the cache is that of whole chunks.
 
-A state is passed on from chunk to chunk, and the tokens of a chunk that is not whole are read again.
-Two programs show that this is right: one of several chunks, in which a chunk must depend on earlier
-ones alone, and one of a single chunk, in which a token must.
+A state is passed on from chunk to chunk, and the tokens of a chunk that is not whole are read
+again. Two programs show that this is right: one of several chunks, in which a chunk must depend on
+earlier ones alone, and one of a single chunk, in which a token must.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from meshwright.config.argument_checks import check_count, wrong_kind
+from meshwright.config.argument_checks import check_count, clear_arguments, wrong_kind
 from meshwright.errors import UserError, argument, typed_line
-from meshwright.generation.make_decoder import how_decoded, how_from_shapes
-from meshwright.generation.position_limit import PositionLimit, position_limit
+from meshwright.generation.make_decoder import how_decoded, make_decoder
+from meshwright.generation.position_limit import position_limit
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
@@ -28,6 +28,7 @@ from meshwright.generation.token_decoder import split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,
+    Pace,
     Prompt,
     Row,
     TokenLoop,
@@ -58,11 +59,13 @@ class Generated(Sequence[Row]):
         rows: all of them.
         seconds: how long it took, with compilation.
         remarks: what was taken from files, and what was done otherwise than asked.
+        pace: how fast tokens came from programs that were compiled already.
     """
 
     rows: tuple[Row, ...]
     seconds: float
     remarks: tuple[str, ...] = ()
+    pace: Pace = field(default_factory=Pace)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -101,7 +104,7 @@ class Generated(Sequence[Row]):
             f"[{counted(len(row.tokens), 'token')}, {row.ended}]"
             for row in self.rows
         ]
-        rate = f"{self.tokens_per_second:,.0f} tokens/s in {self.seconds:.1f} s"
+        rate = f"{self.pace.describe(self.tokens_per_second)}, in {self.seconds:.1f} s"
         return "\n".join([*lines, rate, *self.remarks])
 
 
@@ -124,6 +127,7 @@ class Generator:
         notes: what else turned out while generating.
         stated: whether the context is known to be right, and tables need not be looked for.
         limits: what was found of tables, by length.
+        pace: how fast tokens came so far.
     """
 
     model: nnx.Module
@@ -139,7 +143,8 @@ class Generator:
     remarks: tuple[str, ...] = ()
     notes: set[str] = field(default_factory=set[str])
     stated: bool = False
-    limits: dict[int, PositionLimit] = field(default_factory=dict[int, PositionLimit])
+    limits: dict[int, tuple[int, str]] = field(default_factory=dict[int, tuple[int, str]])
+    pace: Pace = field(default_factory=Pace)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -171,9 +176,9 @@ class Generator:
             if programs.decoder.reason:
                 self.notes.add(how_decoded(programs.decoder))
             loop = TokenLoop(
-                programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk
+                programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk, self.pace
             )
-            for group in of_one_length(some) if programs.decoder.exact else [some]:
+            for group in of_one_length(some) if programs.decoder.sees else [some]:
                 loop.run(group, watch)
         return rows
 
@@ -189,16 +194,16 @@ class Generator:
             logits_of, weights = split_model(self.model)
             with module_scopes(self.model):
                 self.limits[length] = position_limit(logits_of, weights, length)
-        limit = self.limits[length]
-        if not limit.length:
+        most, why = self.limits[length]
+        if not most:
             raise UserError(
                 f"{type(self.model).__name__} cannot be called with {length:,} tokens",
-                why=limit.why,
+                why=why,
                 fix="pass context_length=, the most tokens that it takes",
             )
-        if limit.length < count:
-            self.notes.add(f"a row has at most {limit.length:,} tokens: {limit.why}")
-        return limit.length
+        if most < count:
+            self.notes.add(f"a row has at most {most:,} tokens: {why}")
+        return most
 
     def read(self, prompts: Prompts) -> list[Prompt]:
         """Return prompts as tokens, and refuse those that cannot be continued."""
@@ -251,6 +256,7 @@ class Generator:
         return tokens.astype(np.int32)
 
 
+@clear_arguments("mw.generate")
 def generate(
     model: nnx.Module,
     prompts: Prompts,
@@ -339,15 +345,15 @@ def make_generator(
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if stops and (text.tokenizer is None or not all(stops)):
         raise UserError(
-            f"stop={list(stops)} cannot be looked for",
+            f"{argument('stop', stop)} cannot be looked for",
             why="there is no tokenizer" if all(stops) else "one is empty",
-            fix="pass tokenizer=, or stop at tokens with stop_tokens=" if all(stops) else "",
+            fix=f"stop at tokens with {argument('stop_tokens')}" if all(stops) else "",
         )
     if samples > 1 and chosen.greedy:
         raise UserError(
-            f"samples={samples} would all be the same",
+            f"{argument('samples', samples)} would all be the same",
             why="the temperature is 0, which takes the likeliest token",
-            fix="write a temperature above 0, such as 1",
+            fix=f"write {argument('temperature', 1)}",
         )
     own = context_of(model)
     context = own if context_length is None else context_length
@@ -380,7 +386,7 @@ def generated(generator: Generator, rows: Sequence[Row], started: float) -> Gene
         f"{context:,} tokens was full"
     )
     remarks = (*generator.remarks, *sorted(generator.notes), *([remark] if full else []))
-    return Generated(tuple(rows), time.perf_counter() - started, remarks)
+    return Generated(tuple(rows), time.perf_counter() - started, remarks, generator.pace)
 
 
 def context_of(model: Any) -> int:
@@ -423,7 +429,7 @@ def how_generated(model: Any) -> str:
         vocabulary_of(model, min(8, length))
     except UserError:
         return ""
-    return how_from_shapes(model, length)
+    return how_decoded(make_decoder(model, length)[0])
 
 
 def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:
@@ -452,7 +458,7 @@ def _with_defaults(
     if found.stop_tokens and "stop_tokens" not in asked:
         taken["stop_tokens"] = found.stop_tokens
     shown = {key: list(v) if isinstance(v, tuple) else v for key, v in taken.items()}
-    said = ", ".join(f"{key}={value}" for key, value in shown.items())
+    said = ", ".join(argument(key, value) for key, value in shown.items())
     return Sampling(**{**taken, **asked}), ((f"from {found.folder}: {said}",) if said else ())
 
 

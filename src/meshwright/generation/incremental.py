@@ -36,7 +36,7 @@ class IncrementalDecoder:
         length: the most tokens of a row.
     """
 
-    reason, exact = "", False
+    reason = sees = ""
 
     def __init__(self, traced: TracedDecoder, length: int) -> None:
         self.length, self.traced = length, traced
@@ -83,14 +83,11 @@ class IncrementalDecoder:
 
     def _with_room(self, kept: Sequence[Array]) -> list[Array]:
         """Return the cache of prompts with room for what is to come."""
-        return [
-            _lengthened(
-                value, order.index(dim) + 1, self.length // self.plan.positions.unit(v, dim)
-            )
-            for value, (v, order), dim in zip(
-                kept, self.orders.items(), self.plan.kept.values(), strict=True
-            )
-        ]
+        unit, found = self.plan.positions.unit, list[Array]()
+        for value, (variable, dim) in zip(kept, self.plan.kept.items(), strict=True):
+            place = self.orders[variable].index(dim) + 1
+            found.append(_lengthened(value, place, self.length // unit(variable, dim)))
+        return found
 
 
 def _lengthened(value: Array, dim: int, length: int) -> Array:

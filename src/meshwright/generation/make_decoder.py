@@ -15,7 +15,6 @@ from meshwright.generation.chunked import chunk_sizes, chunked_decoder
 from meshwright.generation.incremental import IncrementalDecoder
 from meshwright.generation.positions import NotIncremental
 from meshwright.generation.token_decoder import (
-    ExactDecoder,
     LogitsOf,
     RecomputingDecoder,
     TokenDecoder,
@@ -39,7 +38,7 @@ def make_decoder(model: nnx.Module, length: int) -> tuple[TokenDecoder, list[Arr
             return cached_decoder(logits_of, weights, length), weights
     except NotIncremental as reason:
         found = RecomputingDecoder(logits_of, length, str(reason))
-        seen = found.sees(weights, _logits(logits_of, weights, length).shape[-1])
+        seen = found.try_out(weights, _logits(logits_of, weights, length).shape[-1])
         if not seen:
             return found, weights
         said = str(NotIncremental(f"the model {seen}", reason.at))
@@ -52,7 +51,7 @@ def make_decoder(model: nnx.Module, length: int) -> tuple[TokenDecoder, list[Arr
                 f"{typed_line(error)}",
                 fix="mask later positions in the model, or let it take any number of tokens",
             ) from error
-        return ExactDecoder(logits_of, length, said, seen), weights
+        return RecomputingDecoder(logits_of, length, said, seen), weights
 
 
 def _logits(logits_of: LogitsOf, weights: Weights, length: int) -> Any:
@@ -74,19 +73,9 @@ def cached_decoder(logits_of: LogitsOf, weights: Weights, length: int) -> Increm
         raise reason
 
 
-def how_from_shapes(model: nnx.Module, length: int) -> str:
-    """Return in one line how the next token of a model without values would be computed."""
-    logits_of, weights = split_model(model)
-    try:
-        with module_scopes(model):
-            return how_decoded(cached_decoder(logits_of, weights, length))
-    except NotIncremental as reason:
-        return how_decoded(RecomputingDecoder(logits_of, length, str(reason)))
-
-
 def how_decoded(decoder: TokenDecoder) -> str:
     """Return in one line how the next token is computed."""
     if not decoder.reason:
         return "cached: each new token is read once"
-    each = ", in a program of its own for each length" if decoder.exact else ""
+    each = ", in a program of its own for each length" if decoder.sees else ""
     return f"recomputed: every new token reads all earlier ones again{each}: {decoder.reason}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import numpy as np
 
@@ -13,20 +11,11 @@ from meshwright.generation.traced_decoder import Loops, trace_row
 from meshwright.program.jaxpr.equations import Equation, aval_of
 
 
-class PositionLimit(NamedTuple):
-    """How many tokens a row may have.
+def position_limit(logits_of: LogitsOf, weights: Weights, length: int) -> tuple[int, str]:
+    """Return the most tokens that a model takes in a row, up to a length, and why not more.
 
-    Attributes:
-        length: the most tokens; 0 if the model takes none of the lengths that were tried.
-        why: why not more; empty if as many as were asked for.
+    It is 0 for a model that takes only some lengths, and not this one.
     """
-
-    length: int
-    why: str = ""
-
-
-def position_limit(logits_of: LogitsOf, weights: Weights, length: int) -> PositionLimit:
-    """Return the most tokens that a model takes in a row, up to a length."""
 
     def wrong(count: int) -> str:
         try:
@@ -36,7 +25,7 @@ def position_limit(logits_of: LogitsOf, weights: Weights, length: int) -> Positi
         return _past_a_table(Positions(closed))
 
     if not (why := wrong(length)):
-        return PositionLimit(length)
+        return length, ""
     fits, fails = 0, length
     while fails - fits > 1:
         middle = (fits + fails) // 2
@@ -44,9 +33,8 @@ def position_limit(logits_of: LogitsOf, weights: Weights, length: int) -> Positi
             fails, why = middle, found
         else:
             fits = middle
-    # A model that takes only some lengths has no limit there.
     known = fits > 1 and not wrong(fits - 1)
-    return PositionLimit(fits if known else 0, why)
+    return fits if known else 0, why
 
 
 def _past_a_table(positions: Positions) -> str:

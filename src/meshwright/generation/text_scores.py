@@ -19,7 +19,7 @@ from meshwright.errors import UserError
 from meshwright.generation.generate import vocabulary_of
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement, placement_of
-from meshwright.generation.token_decoder import LATER, ExactDecoder, split_model
+from meshwright.generation.token_decoder import LATER, split_model
 from meshwright.text.units import counted
 
 LOGIT_BYTES = 2**28
@@ -134,13 +134,13 @@ def score_documents(
 def _needs_exact(model: nnx.Module, length: int) -> bool:
     """Whether padding would change scores; refuses a model that sees what it should predict."""
     decoder, _ = make_decoder(model, length)
-    if isinstance(decoder, ExactDecoder) and decoder.sees == LATER:
+    if decoder.sees == LATER:
         raise UserError(
             f"{type(model).__name__} cannot be scored",
             why=f"{decoder.reason}, and those are what it should predict",
             fix="mask later positions in the model, as a decoder does",
         )
-    return decoder.exact
+    return bool(decoder.sees)
 
 
 def _by_length(

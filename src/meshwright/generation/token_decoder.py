@@ -28,23 +28,13 @@ class TokenDecoder(Protocol):
     Attributes:
         length: the most tokens of a row, prompt and continuation together.
         reason: why nothing is kept of earlier tokens; empty if their keys, values and states are.
-        exact: whether rows must have no padding, and all rows of a call the same length.
+        sees: what the logits of a row depend on besides its earlier tokens; if anything, rows have
+            no padding, and all of a call have the same length.
     """
 
-    @property
-    def length(self) -> int:
-        """The most tokens of a row."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why nothing is kept."""
-        ...
-
-    @property
-    def exact(self) -> bool:
-        """Whether rows must have no padding."""
-        ...
+    length: int
+    reason: str
+    sees: str
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts.
@@ -76,24 +66,27 @@ class TokenDecoder(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecomputingDecoder:
     """Runs the model on all earlier tokens again for every new one.
+
+    If more than earlier tokens counts, rows are not padded, and each length has its own program.
 
     Attributes:
         logits_of: the model.
         length: the most tokens of a row.
         reason: why nothing is kept.
+        sees: what the logits depend on besides earlier tokens.
     """
 
     logits_of: LogitsOf
     length: int
     reason: str
-    exact = False
+    sees: str = ""
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
-        room = self.length - tokens.shape[1]
+        room = 0 if self.sees else self.length - tokens.shape[1]
         window = jnp.pad(tokens, ((0, 0), (0, room)))
         return self._logits(weights, window, lengths - 1), window
 
@@ -101,11 +94,20 @@ class RecomputingDecoder:
         self, weights: Weights, cache: Cache, tokens: Array, positions: Array
     ) -> tuple[Array, Cache]:
         """Read one more token of each row; see `TokenDecoder`."""
-        window = cache.at[jnp.arange(tokens.shape[0]), positions].set(tokens)
+        window = (
+            jnp.concatenate([cache, tokens[:, None]], axis=1)
+            if self.sees
+            else cache.at[jnp.arange(tokens.shape[0]), positions].set(tokens)
+        )
         return self._logits(weights, window, positions), window
 
-    def sees(self, weights: Weights, vocabulary: int) -> str:
-        """Return what else than earlier tokens changes a row's logits: then padding is wrong."""
+    def try_out(self, weights: Weights, vocabulary: int) -> str:
+        """Return what else than earlier tokens changes a row's logits: then padding is wrong.
+
+        Nothing can be tried out without values.
+        """
+        if any(isinstance(weight, jax.ShapeDtypeStruct) for weight in weights):
+            return ""
         random = np.random.default_rng(0)
         row = random.integers(0, vocabulary, (1, self.length), np.int32)
         logits_of = jax.jit(self.logits_of)
@@ -134,34 +136,6 @@ class RecomputingDecoder:
         # Row by row as far as the model can tell: some mix the rows of a batch.
         logits = jax.vmap(lambda row: self.logits_of(weights, row[None])[0])(window)
         return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
-
-
-@dataclass(frozen=True)
-class ExactDecoder:
-    """Runs the model on all earlier tokens again, and on nothing else: a program for each length.
-
-    Attributes:
-        logits_of: the model.
-        length: the most tokens of a row.
-        reason: why nothing is kept.
-        sees: what it sees of other tokens than earlier ones.
-    """
-
-    logits_of: LogitsOf
-    length: int
-    reason: str
-    sees: str
-    exact = True
-
-    def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
-        """Read the prompts, all of one length; see `TokenDecoder`."""
-        return jax.vmap(lambda row: self.logits_of(weights, row[None])[0, -1])(tokens), tokens
-
-    def step(
-        self, weights: Weights, cache: Cache, tokens: Array, positions: Array
-    ) -> tuple[Array, Cache]:
-        """Read one more token of each row; see `TokenDecoder`."""
-        return self.start(weights, jnp.concatenate([cache, tokens[:, None]], axis=1), positions)
 
 
 def split_model(model: nnx.Module) -> tuple[LogitsOf, list[Array]]:

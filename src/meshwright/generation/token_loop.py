@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -76,6 +77,29 @@ class Row:
             del values[count:]
 
 
+@dataclass
+class Pace:
+    """How fast tokens come from programs that are compiled already.
+
+    Attributes:
+        tokens: how many came so.
+        seconds: how long they took.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second; None if every program ran for the first time."""
+        return self.tokens / self.seconds if self.tokens else None
+
+    def describe(self, overall: float) -> str:
+        """Return the tokens per second with compilation, and without it."""
+        warm = "" if self.rate is None else f", {self.rate:,.1f} without compiling"
+        return f"{overall:,.1f} tokens/s{warm}"
+
+
 Watch = Callable[[Row], None]
 """Looks at a row with new tokens, and may end it."""
 
@@ -91,6 +115,7 @@ class TokenLoop:
         seed: the seed of the samples.
         max_new_tokens: the most new tokens of a row.
         chunk: the most tokens between two looks at them.
+        pace: where to note how fast they come.
     """
 
     programs: TokenPrograms
@@ -99,6 +124,7 @@ class TokenLoop:
     seed: int
     max_new_tokens: int
     chunk: int = CHUNK
+    pace: Pace = field(default_factory=Pace)
 
     def run(self, rows: Sequence[Row], watch: Watch = lambda row: None) -> None:
         """Continue rows until all have ended.
@@ -111,11 +137,11 @@ class TokenLoop:
         size = row_bucket(len(rows), self.programs.placement)
         slots += [None] * (size - len(rows))
         decoder = self.programs.decoder
-        most = len(rows[0].prompt.tokens) if decoder.exact else decoder.length
+        most = len(rows[0].prompt.tokens) if decoder.sees else decoder.length
         prompts = _prompts(slots, self.programs.placement, most)
         cache, state, new = self.programs.start(self.weights, numbers, prompts, method=method)
         self._add(slots, new, watch)
-        chunk = 1 if decoder.exact else self.chunk
+        chunk = 1 if decoder.sees else self.chunk
         steps = chunk_size(max(row.limit for row in rows) - 1, chunk)
         while going := [n for n, row in enumerate(slots) if row is not None and not row.ended]:
             size = row_bucket(len(going), self.programs.placement)
@@ -123,14 +149,20 @@ class TokenLoop:
                 which = going + going[:1] * (size - len(going))
                 cache, state = take(cache, state, np.array(which, np.int32))
                 slots = [*(slots[n] for n in going), *[None] * (size - len(going))]
+            known, started = (size, steps, method) in self.programs.ran, time.perf_counter()
             cache, state, new = self.programs.advance(
                 self.weights, numbers, cache=cache, rows=state, method=method, steps=steps
             )
-            self._add(slots, new, watch)
+            added = self._add(slots, new, watch)
+            if known and not decoder.sees:
+                self.pace.tokens += added
+                self.pace.seconds += time.perf_counter() - started
+            self.programs.ran.add((size, steps, method))
 
-    def _add(self, slots: Sequence[Row | None], new: NewTokens, watch: Watch) -> None:
-        """Add new tokens to the rows that go on."""
+    def _add(self, slots: Sequence[Row | None], new: NewTokens, watch: Watch) -> int:
+        """Add new tokens to the rows that go on; return how many."""
         got: NewTokens = jax.device_get(new)
+        before = sum(len(row.tokens) for row in slots if row is not None)
         for n, row in enumerate(slots):
             if row is None or row.ended:
                 continue
@@ -145,6 +177,7 @@ class TokenLoop:
                 asked = row.limit == self.max_new_tokens
                 row.ended = Ended.MAX_NEW_TOKENS if asked else Ended.CONTEXT
             watch(row)
+        return sum(len(row.tokens) for row in slots if row is not None) - before
 
 
 def _prompts(slots: Sequence[Row | None], placement: RowPlacement, most: int) -> Prompts:

@@ -77,17 +77,19 @@ class TokenPrograms:
         decoder: computes the logits.
         placement: where rows are.
         vocabulary: V.
+        ran: the sizes and methods of calls of `advance` so far, for which it is compiled.
     """
 
     def __init__(self, decoder: TokenDecoder, placement: RowPlacement, vocabulary: int) -> None:
         self.decoder = decoder
         self.placement = placement
         self.vocabulary = vocabulary
+        self.ran: set[tuple[int, int, Method]] = set()
         self.start = jax.jit(self._start, static_argnames=("method",))
         self.advance: Any = jax.jit(
             self._advance, static_argnames=("method", "steps"), donate_argnames=("cache", "rows")
         )
-        if decoder.exact:
+        if decoder.sees:
             # Rows get longer, so the next token needs another program of the model, and it alone.
             self._step = jax.jit(lambda *given: placement.rows(decoder.step(*given)))
             self._choose = jax.jit(self._chosen, static_argnums=0)
@@ -145,19 +147,12 @@ class TokenPrograms:
         return *self.placement.rows((cache, rows)), self.placement.whole(new)
 
     def _lengthen(
-        self,
-        weights: Weights,
-        numbers: Numbers,
-        cache: Cache,
-        rows: Rows,
-        *,
-        method: Method,
-        steps: int,
+        self, weights: Weights, numbers: Numbers, cache: Cache, rows: Rows, **given: Any
     ) -> tuple[Cache, Rows, NewTokens]:
-        """Add a token to each row, and the token to the cache."""
-        assert steps == 1
+        """Add a token to each row, and to the cache."""
+        assert given["steps"] == 1
         logits, cache = self._step(weights, cache, rows.token, rows.position)
-        rows, new = self._choose(method, numbers, logits, rows)
+        rows, new = self._choose(given["method"], numbers, logits, rows)
         return cache, rows, jax.tree.map(lambda a: a[None], new)
 
     def _chosen(self, *given: Any) -> tuple[Rows, NewTokens]:
