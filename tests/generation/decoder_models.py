@@ -55,6 +55,25 @@ class Layer(nnx.Module):
         return self.call(self.layer, x)
 
 
+class Translator(nnx.Module):
+    """An encoder that sees all of its source, and a decoder that reads what it made."""
+
+    def __init__(self, rngs):
+        self.tokens = nnx.Embed(VOCABULARY, WIDTH, **WIDE, rngs=rngs)
+        self.encoder = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **WIDE, rngs=rngs)
+        self.own = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **WIDE, rngs=rngs)
+        self.across = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **WIDE, rngs=rngs)
+
+    def __call__(self, source, tokens):
+        real = source != 0
+        x = self.tokens(source)
+        x = x + self.encoder(x, mask=nnx.make_attention_mask(real, real))
+        y = self.tokens(tokens)
+        y = y + self.own(y, mask=nnx.make_causal_mask(tokens))
+        y = y + self.across(y, x, mask=nnx.make_attention_mask(tokens >= 0, real))
+        return self.tokens.attend(y)
+
+
 def _seen(length, *, ahead=0, back=None):
     rows, keys = jnp.arange(length)[:, None], jnp.arange(length)[None]
     seen = keys <= rows + ahead

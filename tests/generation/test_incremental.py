@@ -4,12 +4,20 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from generation.decoder_models import CACHED, RECOMPUTED, VOCABULARY, Decoder
+from generation.decoder_models import (
+    CACHED,
+    HEADS,
+    RECOMPUTED,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    Translator,
+)
 
 from meshwright.config.compose import compose_config, validate
 from meshwright.errors import UserError
 from meshwright.generation.make_decoder import make_decoder
-from meshwright.generation.token_decoder import split_model
+from meshwright.generation.token_decoder import split_model, with_source
 from meshwright.recipe import make_model_source
 
 LENGTH, PROMPT = 24, 12
@@ -22,16 +30,17 @@ def _float64():
         yield
 
 
-def largest_difference(model, vocabulary, length):
+def largest_difference(model, vocabulary, length, source=()):
     """Return how far cached logits are from those of whole rows, in rows of several lengths."""
-    decoder, weights = make_decoder(model, length)
+    decoder, weights = make_decoder(model, length, source)
     assert not decoder.reason
-    logits_of, _ = split_model(model)
+    logits_of, _ = split_model(model, source)
     tokens = np.random.default_rng(0).integers(0, vocabulary, (3, length)).astype(np.int32)
-    whole = np.asarray(jax.jit(jax.vmap(lambda row: logits_of(weights, row[None])[0]))(tokens))
+    row = jax.vmap(lambda row, own: logits_of(with_source(weights, own), row[None])[0])
+    whole = np.asarray(jax.jit(row)(tokens, source))
     lengths = np.array([5, 9, 2], np.int32)
     prompts = np.where(np.arange(PROMPT) < lengths[:, None], tokens[:, :PROMPT], 7)
-    logits, cache = jax.jit(decoder.start)(weights, prompts.astype(np.int32), lengths)
+    logits, cache = jax.jit(decoder.start)(weights, prompts.astype(np.int32), lengths, source)
     worst = abs(np.asarray(logits) - whole[range(3), lengths - 1]).max()
     step = jax.jit(decoder.step)
     for ahead in range(length - lengths.min()):
@@ -40,6 +49,20 @@ def largest_difference(model, vocabulary, length):
         rows = np.flatnonzero(lengths + ahead < length)
         worst = max(worst, abs(np.asarray(logits)[rows] - whole[rows, at[rows]]).max())
     return worst / abs(whole).max()
+
+
+def test_an_encoder_runs_once():
+    source = np.random.default_rng(1).integers(1, VOCABULARY, (3, 7)).astype(np.int32)
+    source[1, 4:] = 0
+    model = Translator(rngs=nnx.Rngs(0))
+    assert largest_difference(model, VOCABULARY, LENGTH, (source,)) < 1e-13
+    decoder, weights = make_decoder(model, LENGTH, (source,))
+    prompts = np.ones((3, 4), np.int32)
+    _, cache = jax.eval_shape(decoder.start, weights, prompts, np.full(3, 4), (source,))
+    step = jax.make_jaxpr(decoder.step)(weights, cache, np.ones(3, np.int32), np.full(3, 4))
+    # Of three softmaxes, that of the encoder is missing; keys and values across are in the cache.
+    assert [eqn.primitive.name for eqn in step.eqns].count("exp") == 2
+    assert {(3, 1, 7, HEADS, WIDTH // HEADS)} <= {each.shape for each in cache["source"]}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def _divided(positions: Positions, eqn: Equation) -> list[int]:
         for inner in positions.of(eqn.invars[0])
         for dim in range(len(out) - 1)
         if math.prod(out[:dim]) == math.prod(shape[:inner])
-        and out[dim + 1] > 1
+        and min(out[dim : dim + 2]) > 1
         and out[dim] * out[dim + 1] == shape[inner]
     ]
 

@@ -24,7 +24,7 @@ from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
 from meshwright.generation.text_watch import OnPiece, TextWatch
-from meshwright.generation.token_decoder import split_model
+from meshwright.generation.token_decoder import Source, split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,
@@ -128,6 +128,7 @@ class Generator:
         stated: whether the context is known to be right, and tables need not be looked for.
         limits: what was found of tables, by length.
         pace: how fast tokens came so far.
+        source: what prompts have besides their tokens: an array with a row for each, or none.
     """
 
     model: nnx.Module
@@ -145,11 +146,12 @@ class Generator:
     stated: bool = False
     limits: dict[int, tuple[int, str]] = field(default_factory=dict[int, tuple[int, str]])
     pace: Pace = field(default_factory=Pace)
+    source: Source = ()
 
     @cached_property
     def vocabulary(self) -> int:
         """How many tokens the model knows; refuses a model that is no decoder."""
-        return vocabulary_of(self.model, min(8, self.context))
+        return vocabulary_of(self.model, min(8, self.context), self.source)
 
     def __call__(
         self, prompts: Sequence[Prompt], on_piece: OnPiece | None = None, chunk: int | None = None
@@ -172,7 +174,9 @@ class Generator:
         for some in batches(rows, self.batch_size):
             need = max(len(row.prompt.tokens) + row.limit for row in some)
             length = length_bucket(need, most)
-            programs, weights = token_programs(self.model, length, self.placement, self.vocabulary)
+            programs, weights = token_programs(
+                self.model, length, self.placement, self.vocabulary, self.source
+            )
             if programs.decoder.reason:
                 self.notes.add(how_decoded(programs.decoder))
             loop = TokenLoop(
@@ -191,7 +195,7 @@ class Generator:
             return self.context
         length = length_bucket(count, self.context)
         if length not in self.limits:
-            logits_of, weights = split_model(self.model)
+            logits_of, weights = split_model(self.model, self.source)
             with module_scopes(self.model):
                 self.limits[length] = position_limit(logits_of, weights, length)
         most, why = self.limits[length]
@@ -207,9 +211,15 @@ class Generator:
 
     def read(self, prompts: Prompts) -> list[Prompt]:
         """Return prompts as tokens, and refuse those that cannot be continued."""
+        listed = _listed(prompts)
+        if self.source and len(self.source[0]) != len(listed):
+            raise UserError(
+                f"source has {len(self.source[0]):,} rows for {counted(len(listed), 'prompt')}",
+                fix="pass an array [prompts, …], a row for each prompt",
+            )
         return [
-            Prompt(number, self.check(number, prompt))
-            for number, prompt in enumerate(_listed(prompts))
+            Prompt(number, self.check(number, prompt), tuple(s[number] for s in self.source))
+            for number, prompt in enumerate(listed)
         ]
 
     def check(self, number: int, prompt: Any, *, whole: bool = True) -> NDArray[np.int32]:
@@ -279,6 +289,7 @@ def generate(
     mesh: str | Mapping[str, int] | Mesh | None = None,
     dtype: Any = None,
     on_piece: OnPiece | None = None,
+    source: Any = None,
 ) -> Generated:
     """Continue prompts with a model that maps tokens [B, T] to logits [B, T, V].
 
@@ -309,6 +320,8 @@ def generate(
         mesh: where to run: axis sizes; by default on the devices that the model's weights are on.
         dtype: format of the weights while generating, such as ``bfloat16``.
         on_piece: called with a `Piece` whenever a row has got more text.
+        source: for a model with an encoder, called as ``model(source, tokens)``: an array with a
+            row for each prompt. What follows from it alone is computed once.
     """
     settings = {**locals()}
     del settings["model"], settings["prompts"], settings["on_piece"]
@@ -331,6 +344,7 @@ def make_generator(
     context_length: int | None = None,
     mesh: Any = None,
     dtype: Any = None,
+    source: Any = None,
     **sampling: Any,
 ) -> Generator:
     """Return how a model generates; the arguments are those of `generate`."""
@@ -373,6 +387,7 @@ def make_generator(
         placement=placement,
         remarks=tuple(filter(None, (*remarks, remark))),
         stated=context <= own < UNLIMITED,
+        source=() if source is None else (np.asarray(jnp.asarray(source)),),
     )
 
 
@@ -396,13 +411,13 @@ def context_of(model: Any) -> int:
     return min((each for each in found if isinstance(each, int)), default=UNLIMITED)
 
 
-def vocabulary_of(model: nnx.Module, length: int) -> int:
+def vocabulary_of(model: nnx.Module, length: int, source: Source = ()) -> int:
     """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
     fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
-    logits_of, weights = split_model(model)
+    logits_of, weights = split_model(model, source)
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
     try:
-        found: Any = jax.eval_shape(logits_of, weights, tokens)
+        found: Any = jax.eval_shape(logits_of, [*weights, *logits_of.source], tokens)
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} is not a model of tokens",

@@ -12,7 +12,7 @@ from jax import Array
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows
-from meshwright.generation.token_decoder import Cache, Weights
+from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
 from meshwright.generation.traced_decoder import TracedDecoder
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
@@ -40,22 +40,24 @@ class IncrementalDecoder:
 
     def __init__(self, traced: TracedDecoder, length: int) -> None:
         self.length, self.traced = length, traced
-        self.plan = plan_rows(Positions(traced.short, traced.chunk))
+        self.plan = plan_rows(Positions(traced.short, traced.chunk), traced.num_sources)
         self.orders = {v: stored_order(self.plan, v, dim) for v, dim in self.plan.kept.items()}
         """By kept variable, the order of its dims in the cache."""
         traced.of_length(length)
 
-    def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+    def start(
+        self, weights: Weights, tokens: Array, lengths: Array, source: Source = ()
+    ) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
         chunk = self.traced.chunk
         tokens = _lengthened(tokens, 1, -(-tokens.shape[1] // chunk) * chunk)
         program = self._program_for_prompts(tokens.shape[1])
 
-        def one(row: Array, length: Array) -> tuple[Array, Cache]:
-            rows = Rows(0, row.shape[0])
-            return _Rows(self, program, weights, row, rows, length - 1, None).run()
+        def one(row: Array, length: Array, source: Source) -> tuple[Array, Cache]:
+            rows, given = Rows(0, row.shape[0]), with_source(weights, source)
+            return _Rows(self, program, given, row, rows, length - 1, None).run()
 
-        logits, cache = jax.vmap(one)(tokens, lengths)
+        logits, cache = jax.vmap(one)(tokens, lengths, source)
         return logits, {**cache, "rows": self._with_room(cache["rows"])}
 
     def step(
@@ -115,7 +117,9 @@ class _Rows:
         self._states: list[list[Value]] = []
         short = decoder.traced.short.jaxpr
         self._give(short.constvars, program.consts)
-        self._give(short.invars[:-1], weights)
+        self._give(short.invars[: len(weights)], weights)
+        if cache is not None:
+            self._give(self._plan.fixed, cache["source"])
         given = short.invars[-1]
         self._values[given, (1, True)] = tokens[None]
         if given in self._plan.kept:
@@ -137,7 +141,8 @@ class _Rows:
         logits = self._read(short.outvars[0], (1, False))
         # In the order of the plan: equations come in the other one.
         rows = [self._new[variable] for variable in self._plan.kept]
-        return logits[0, 0], {"rows": rows, "states": self._states}
+        source = [self._values[variable, WHOLE] for variable in self._plan.fixed]
+        return logits[0, 0], {"rows": rows, "states": self._states, "source": source}
 
     def _give(self, variables: Sequence[Var], values: Sequence[Value]) -> None:
         for variable, value in zip(variables, values, strict=True):
@@ -149,7 +154,9 @@ class _Rows:
         rows = [n for n in needs - {WHOLE} if n[1] or (n[0], True) not in needs]
         if WHOLE not in needs or variable in self._plan.kept:
             return rows
-        return [WHOLE, *(n for n in rows if not self._from_whole(variable, n))]
+        rows = [need for need in rows if not self._from_whole(variable, need)]
+        once = variable in self._plan.of_source and self._cache is not None
+        return rows if once else [WHOLE, *rows]
 
     def _from_whole(self, variable: Var, need: Need) -> bool:
         """Whether rows are taken from all of them, which are computed anyway."""

@@ -17,6 +17,7 @@ from meshwright.generation.positions import NotIncremental
 from meshwright.generation.token_decoder import (
     LogitsOf,
     RecomputingDecoder,
+    Source,
     TokenDecoder,
     Weights,
     split_model,
@@ -25,14 +26,17 @@ from meshwright.generation.traced_decoder import OtherOperations, TracedDecoder
 from meshwright.program.trace.scopes import module_scopes
 
 
-def make_decoder(model: nnx.Module, length: int) -> tuple[TokenDecoder, list[Array]]:
+def make_decoder(
+    model: nnx.Module, length: int, source: Source = ()
+) -> tuple[TokenDecoder, list[Array]]:
     """Return a model's decoder, and its weights in the decoder's order.
 
     Args:
         model: maps tokens [B, T] to logits [B, T, V].
         length: the most tokens of a row, prompt and continuation together.
+        source: what rows have besides tokens, as arrays [B, …] or their shapes.
     """
-    logits_of, weights = split_model(model)
+    logits_of, weights = split_model(model, source)
     try:
         with module_scopes(model):
             return cached_decoder(logits_of, weights, length), weights
@@ -56,7 +60,7 @@ def make_decoder(model: nnx.Module, length: int) -> tuple[TokenDecoder, list[Arr
 
 def _logits(logits_of: LogitsOf, weights: Weights, length: int) -> Any:
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
-    return jax.eval_shape(logits_of, weights, tokens)
+    return jax.eval_shape(logits_of, [*weights, *logits_of.source], tokens)
 
 
 def cached_decoder(logits_of: LogitsOf, weights: Weights, length: int) -> IncrementalDecoder:

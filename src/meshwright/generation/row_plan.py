@@ -42,12 +42,16 @@ class RowPlan:
         needs: by variable, what is needed of it.
         kept: by variable in the cache, its dim of positions.
         carried: the loops over positions, whose states are in the cache.
+        of_source: values that follow from the source alone, which are computed once.
+        fixed: those of them that are in the cache.
     """
 
     positions: Positions
     needs: dict[Var, set[Need]] = field(default_factory=dict[Var, set[Need]])
     kept: dict[Var, int] = field(default_factory=dict[Var, int])
     carried: list[Equation] = field(default_factory=list[Equation])
+    of_source: set[Var] = field(default_factory=set[Var])
+    fixed: list[Var] = field(default_factory=list[Var])
 
     def need(self, atom: Atom, *needs: Need) -> None:
         """Note that something is needed of a value."""
@@ -55,8 +59,13 @@ class RowPlan:
             self.needs.setdefault(atom, set()).update(needs)
 
 
-def plan_rows(positions: Positions) -> RowPlan:
-    """Plan how the logits of the next token are computed; raises `NotIncremental`."""
+def plan_rows(positions: Positions, num_sources: int = 0) -> RowPlan:
+    """Plan how the logits of the next token are computed; raises `NotIncremental`.
+
+    Args:
+        positions: what is known of the program.
+        num_sources: how many inputs before the tokens are the source of a row.
+    """
     plan = RowPlan(positions)
     (logits,) = positions.jaxpr.outvars[:1]
     dims = positions.of(logits)
@@ -73,7 +82,22 @@ def plan_rows(positions: Positions) -> RowPlan:
     # A chunk is computed again for each of its tokens.
     if WHOLE in plan.needs.get(tokens, ()) or positions.chunk > 1:
         plan.kept[tokens] = 1
+    _fix_source(plan, positions.jaxpr.invars[-1 - num_sources : -1])
     return plan
+
+
+def _fix_source(plan: RowPlan, sources: Sequence[Var]) -> None:
+    """Find what follows from the source alone, and what of it new rows are computed from."""
+    plan.of_source.update(sources)
+    read: set[Atom] = set()
+    for eqn in plan.positions.jaxpr.eqns:
+        own = {a for a in eqn.invars if not isinstance(a, Literal)}
+        new = plan.positions.depends(eqn.outvars[0])
+        if own & plan.of_source and not new:
+            plan.of_source.update(eqn.outvars)
+        if new or any(plan.needs.get(v, set()) - {WHOLE} for v in eqn.outvars):
+            read |= own
+    plan.fixed = [v for v in plan.needs if v in plan.of_source & read and WHOLE in plan.needs[v]]
 
 
 def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[Need]:

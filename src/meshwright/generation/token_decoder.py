@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,8 +18,32 @@ Weights = Sequence[Array]
 """The values of a model's variables, in a decoder's order."""
 Cache = Any
 """What a decoder keeps of earlier tokens: a tree of arrays, dim 0 of each being the row."""
-LogitsOf = Callable[[Weights, Array], Array]
-"""From weights and tokens [B, T] to logits [B, T, V]."""
+Source = tuple[Any, ...]
+"""What the model reads besides tokens, such as the text that it translates: one array, or none."""
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsOf:
+    """A model in evaluation mode, from weights, source and tokens [B, T] to logits [B, T, V].
+
+    Attributes:
+        parts: its structure.
+        tree: that of its weights.
+        source: the shapes of what one row has besides its tokens.
+    """
+
+    parts: Any
+    tree: Any
+    source: Source = ()
+
+    def __call__(self, weights: Weights, tokens: Array) -> Array:
+        """Return logits; the source comes after the weights."""
+        own = len(weights) - len(self.source)
+        # A copy per call, because a call may change the model, such as counters of random streams.
+        values = jax.tree.unflatten(self.tree, list(weights[:own]))
+        copied = nnx.merge(self.parts, values, copy=True)
+        copied.eval()
+        return copied(*weights[own:], tokens)
 
 
 class TokenDecoder(Protocol):
@@ -36,13 +60,16 @@ class TokenDecoder(Protocol):
     reason: str
     sees: str
 
-    def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+    def start(
+        self, weights: Weights, tokens: Array, lengths: Array, source: Source = ()
+    ) -> tuple[Array, Cache]:
         """Read the prompts.
 
         Args:
             weights: the values of the model's variables.
             tokens: int32 [B, P], each row padded at its end.
             lengths: int32 [B], the tokens of each row without padding, at least one.
+            source: what each row has besides its tokens, [B, …].
 
         Returns:
             The logits [B, V] of the token after each prompt, and the cache.
@@ -84,22 +111,25 @@ class RecomputingDecoder:
     reason: str
     sees: str = ""
 
-    def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+    def start(
+        self, weights: Weights, tokens: Array, lengths: Array, source: Source = ()
+    ) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
         room = 0 if self.sees else self.length - tokens.shape[1]
         window = jnp.pad(tokens, ((0, 0), (0, room)))
-        return self._logits(weights, window, lengths - 1), window
+        return self._logits(weights, window, lengths - 1, source), (window, source)
 
     def step(
         self, weights: Weights, cache: Cache, tokens: Array, positions: Array
     ) -> tuple[Array, Cache]:
         """Read one more token of each row; see `TokenDecoder`."""
+        window, source = cache
         window = (
-            jnp.concatenate([cache, tokens[:, None]], axis=1)
+            jnp.concatenate([window, tokens[:, None]], axis=1)
             if self.sees
-            else cache.at[jnp.arange(tokens.shape[0]), positions].set(tokens)
+            else window.at[jnp.arange(tokens.shape[0]), positions].set(tokens)
         )
-        return self._logits(weights, window, positions), window
+        return self._logits(weights, window, positions, source), (window, source)
 
     def try_out(self, weights: Weights, vocabulary: int) -> str:
         """Return what else than earlier tokens changes a row's logits: then padding is wrong.
@@ -111,6 +141,7 @@ class RecomputingDecoder:
         random = np.random.default_rng(0)
         row = random.integers(0, vocabulary, (1, self.length), np.int32)
         logits_of = jax.jit(self.logits_of)
+        weights = [*weights, *(jnp.ones(s.shape, s.dtype) for s in self.logits_of.source)]
         logits = logits_of(weights, row)
         scale, eps = jnp.abs(logits).max(), float(jnp.finfo(logits.dtype).eps)
         half = self.length // 2
@@ -132,21 +163,23 @@ class RecomputingDecoder:
         changed = jnp.abs(logits[:, : half + 1] - alone) > near
         return COUNT if bool(changed.any()) else ""
 
-    def _logits(self, weights: Weights, window: Array, positions: Array) -> Array:
+    def _logits(self, weights: Weights, window: Array, positions: Array, source: Source) -> Array:
         # Row by row as far as the model can tell: some mix the rows of a batch.
-        logits = jax.vmap(lambda row: self.logits_of(weights, row[None])[0])(window)
+        def one(row: Array, source: Source) -> Array:
+            return self.logits_of(with_source(weights, source), row[None])[0]
+
+        logits = jax.vmap(one)(window, source)
         return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
 
 
-def split_model(model: nnx.Module) -> tuple[LogitsOf, list[Array]]:
+def split_model(model: nnx.Module, source: Source = ()) -> tuple[LogitsOf, list[Array]]:
     """Return a model in evaluation mode as a function of its weights, and the weights."""
     graphdef, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
+    rows = tuple(jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype) for s in source)
+    return LogitsOf(graphdef, tree, rows), leaves
 
-    def logits_of(weights: Weights, tokens: Array) -> Array:
-        # A copy per call, because a call may change the model, such as counters of random streams.
-        copied = nnx.merge(graphdef, jax.tree.unflatten(tree, list(weights)), copy=True)
-        copied.eval()
-        return copied(tokens)
 
-    return logits_of, leaves
+def with_source(weights: Weights, source: Source) -> list[Array]:
+    """Return what `LogitsOf` takes for one row."""
+    return [*weights, *(each[None] for each in source)]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Sampling
-from meshwright.generation.token_decoder import Weights
+from meshwright.generation.token_decoder import Source, Weights
 from meshwright.generation.token_programs import NewTokens, Prompts, TokenPrograms
 
 CHUNK = 32
@@ -39,10 +39,12 @@ class Prompt(NamedTuple):
     Attributes:
         number: its number in the call, which decides its random bits.
         tokens: its tokens.
+        source: what it has besides them.
     """
 
     number: int
     tokens: NDArray[np.int32]
+    source: Source = ()
 
 
 @dataclass
@@ -196,9 +198,12 @@ def _prompts(slots: Sequence[Row | None], placement: RowPlacement, most: int) ->
     longest = max(len(row.prompt.tokens) for row in rows)
     tokens = np.zeros((count, length_bucket(longest, most)), np.int32)
     lengths = np.ones(count, np.int32)
+    source = tuple(np.stack([each] * count) for each in rows[0].prompt.source)
     for row, at in zip(rows, place, strict=False):
         lengths[at] = len(row.prompt.tokens)
         tokens[at, : lengths[at]] = row.prompt.tokens
+        for all_of_them, own in zip(source, row.prompt.source, strict=True):
+            all_of_them[at] = own
 
     def each(value: Callable[[Row], int]) -> NDArray[np.int32]:
         return np.array([0 if row is None else value(row) for row in slots], np.int32)
@@ -210,6 +215,7 @@ def _prompts(slots: Sequence[Row | None], placement: RowPlacement, most: int) ->
         limit=each(lambda row: row.limit),
         prompt=each(lambda row: row.prompt.number),
         sample=each(lambda row: row.sample),
+        source=source,
     )
 
 

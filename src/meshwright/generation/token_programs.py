@@ -13,7 +13,7 @@ from jax import Array
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
-from meshwright.generation.token_decoder import Cache, TokenDecoder, Weights
+from meshwright.generation.token_decoder import Cache, Source, TokenDecoder, Weights
 
 KEPT = 8
 """Models and lengths whose programs are kept."""
@@ -60,6 +60,7 @@ class Prompts(NamedTuple):
         limit: int32 [B]; 0 for a row that only fills the batch.
         prompt: int32 [B], the number of the prompt in the call.
         sample: int32 [B].
+        source: what prompts have besides their tokens, [P, …].
     """
 
     tokens: Any
@@ -68,6 +69,7 @@ class Prompts(NamedTuple):
     limit: Any
     prompt: Any
     sample: Any
+    source: Source = ()
 
 
 class TokenPrograms:
@@ -101,8 +103,8 @@ class TokenPrograms:
     ) -> tuple[Cache, Rows, NewTokens]:
         """Read the prompts, and choose the first token of each row."""
         whole, divide = self.placement.whole, self.placement.rows
-        tokens, lengths = divide((prompts.tokens, prompts.lengths))
-        logits, cache = self.decoder.start(weights, tokens, lengths)
+        given = divide((prompts.tokens, prompts.lengths, prompts.source))
+        logits, cache = self.decoder.start(weights, *given)
         if prompts.place.shape != prompts.lengths.shape:
             logits, cache = jax.tree.map(lambda a: a[prompts.place], (logits, cache))
         logits, cache = divide((logits, cache))
@@ -189,7 +191,7 @@ _kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
 
 
 def token_programs(
-    model: nnx.Module, length: int, placement: RowPlacement, vocabulary: int
+    model: nnx.Module, length: int, placement: RowPlacement, vocabulary: int, source: Source = ()
 ) -> tuple[TokenPrograms, Weights]:
     """Return the programs of a model, from an earlier call if there are any, and its weights.
 
@@ -198,19 +200,20 @@ def token_programs(
         length: the most tokens of a row.
         placement: where rows are.
         vocabulary: how many tokens the model knows.
+        source: what prompts have besides their tokens.
     """
     graphdef, state = nnx.split(model)
     weights = jax.tree.leaves(state)
-    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in weights)
+    shapes = tuple((a.shape, str(a.dtype)) for a in (*weights, *(s[:1] for s in source)))
     key = (graphdef, shapes, length, placement, jax.config.values["jax_enable_x64"])
     try:
         kept = _kept.get(key)
     except TypeError:
         # A model with attributes that have no hash.
-        decoder, weights = make_decoder(model, length)
+        decoder, weights = make_decoder(model, length, source)
         return TokenPrograms(decoder, placement, vocabulary), weights
     if kept is None:
-        decoder, weights = make_decoder(model, length)
+        decoder, weights = make_decoder(model, length, source)
         _kept[key] = kept = TokenPrograms(decoder, placement, vocabulary)
     _kept.move_to_end(key)
     while len(_kept) > KEPT:

@@ -61,7 +61,7 @@ class TracedDecoder:
     """
 
     def __init__(self, logits_of: LogitsOf, weights: Weights, length: int, chunk: int = 1) -> None:
-        self._logits_of, self.chunk = logits_of, chunk
+        self._logits_of, self.chunk, self.num_sources = logits_of, chunk, len(logits_of.source)
         self._weights = weights
         self._loops: list[bool] = []
         short = SHORT if length > SHORT else length - 1
@@ -86,7 +86,7 @@ class TracedDecoder:
 
 def trace_row(logits_of: LogitsOf, weights: Weights, length: int, loops: Loops) -> ClosedJaxpr:
     """Return a model's program for one row, without calls and short loops."""
-    structs = [jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights]
+    structs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in (*weights, *logits_of.source)]
     structs.append(jax.ShapeDtypeStruct((1, length), jnp.int32))
     try:
         traced = jax.make_jaxpr(lambda *args: logits_of(args[:-1], args[-1]))(*structs)
