@@ -94,7 +94,9 @@ class TokenPrograms:
         if decoder.sees:
             # Rows get longer, so the next token needs another program of the model, and it alone.
             self._step = jax.jit(lambda *given: placement.rows(decoder.step(*given)))
-            self._choose = jax.jit(self._chosen, static_argnums=0)
+            self._choose = jax.jit(
+                lambda *given: placement.whole(_choose(*given)), static_argnums=0
+            )
             self.advance = self._lengthen
         self.take = jax.jit(self._take)
 
@@ -156,10 +158,6 @@ class TokenPrograms:
         logits, cache = self._step(weights, cache, rows.token, rows.position)
         rows, new = self._choose(given["method"], numbers, logits, rows)
         return cache, rows, jax.tree.map(lambda a: a[None], new)
-
-    def _chosen(self, *given: Any) -> tuple[Rows, NewTokens]:
-        rows, new = _choose(*given)
-        return self.placement.rows(rows), self.placement.whole(new)
 
     def _take(self, cache: Cache, rows: Rows, which: Array) -> tuple[Cache, Rows]:
         """Keep only some rows."""

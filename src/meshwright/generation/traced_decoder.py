@@ -62,26 +62,26 @@ class TracedDecoder:
 
     def __init__(self, logits_of: LogitsOf, weights: Weights, length: int, chunk: int = 1) -> None:
         self._logits_of, self.chunk, self.num_sources = logits_of, chunk, len(logits_of.source)
-        self._weights = weights
+        # Programs are kept for other calls, weights are not.
+        self._weights: Any = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
         self._loops: list[bool] = []
         short = SHORT if length > SHORT else length - 1
         if chunk > 1:
             short = chunk * (SHORT_CHUNKS + 2 * (length == chunk * SHORT_CHUNKS))
         if short < 4:
             raise NotIncremental(f"{length} tokens are too few to tell positions from other dims")
-        self.short = self._trace(short, Loops(short, self._loops, chunk=chunk))
+        loops = Loops(short, self._loops, chunk=chunk)
+        self.short = trace_row(logits_of, self._weights, short, loops)
         self._programs: dict[int, ClosedJaxpr] = {}
 
     def of_length(self, length: int) -> ClosedJaxpr:
         """Return the program for a length; raises `NotIncremental` if it is another one."""
         if length not in self._programs:
-            program = self._trace(length, Loops(length, self._loops, again=True))
+            loops = Loops(length, self._loops, again=True)
+            program = trace_row(self._logits_of, self._weights, length, loops)
             _compare(self.short, program)
             self._programs[length] = program
         return self._programs[length]
-
-    def _trace(self, length: int, loops: Loops) -> ClosedJaxpr:
-        return trace_row(self._logits_of, self._weights, length, loops)
 
 
 def trace_row(logits_of: LogitsOf, weights: Weights, length: int, loops: Loops) -> ClosedJaxpr:
