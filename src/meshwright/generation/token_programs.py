@@ -88,16 +88,11 @@ class TokenPrograms:
         self.vocabulary = vocabulary
         self.ran: set[tuple[int, int, Method]] = set()
         self.start = jax.jit(self._start, static_argnames=("method",))
-        self.advance: Any = jax.jit(
-            self._advance, static_argnames=("method", "steps"), donate_argnames=("cache", "rows")
+        # What gets longer cannot be written in place.
+        donated = () if decoder.sees else ("cache", "rows")
+        self.advance = jax.jit(
+            self._advance, static_argnames=("method", "steps"), donate_argnames=donated
         )
-        if decoder.sees:
-            # Rows get longer, so the next token needs another program of the model, and it alone.
-            self._step = jax.jit(lambda *given: placement.rows(decoder.step(*given)))
-            self._choose = jax.jit(
-                lambda *given: placement.whole(_choose(*given)), static_argnums=0
-            )
-            self.advance = self._lengthen
         self.take = jax.jit(self._take)
 
     def _start(
@@ -147,17 +142,12 @@ class TokenPrograms:
             rows, new = _choose(method, numbers, logits, rows)
             return (cache, rows), new
 
+        if self.decoder.sees:
+            # Rows get longer with each token, so the next one needs another program.
+            carry, new = step((cache, rows), None)
+            return *carry, self.placement.whole(jax.tree.map(lambda a: a[None], new))
         (cache, rows), new = jax.lax.scan(step, (cache, rows), length=steps)
         return *self.placement.rows((cache, rows)), self.placement.whole(new)
-
-    def _lengthen(
-        self, weights: Weights, numbers: Numbers, cache: Cache, rows: Rows, **given: Any
-    ) -> tuple[Cache, Rows, NewTokens]:
-        """Add a token to each row, and to the cache."""
-        assert given["steps"] == 1
-        logits, cache = self._step(weights, cache, rows.token, rows.position)
-        rows, new = self._choose(given["method"], numbers, logits, rows)
-        return cache, rows, jax.tree.map(lambda a: a[None], new)
 
     def _take(self, cache: Cache, rows: Rows, which: Array) -> tuple[Cache, Rows]:
         """Keep only some rows."""
