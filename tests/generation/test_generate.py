@@ -187,6 +187,13 @@ def test_bad_input_is_refused(model, name):
         generate(model, prompts, max_new_tokens=2, **arguments)
 
 
+def test_wrong_arguments_are_told():
+    with pytest.raises(TypeError, match=r"no argument max_tokens\ndid you mean `max_new_tokens`"):
+        mw.generate(None, [[1]], max_tokens=3)
+    with pytest.raises(TypeError, match=r"write mw.generate\(model=…, prompts=…, max_new_tokens=…"):
+        mw.generate(None, [[1]])
+
+
 def test_a_model_that_is_no_decoder_is_refused():
     with pytest.raises(UserError, match=r"NoDecoder is not a model of tokens\n.*array \[1\]"):
         mw.generate(NoDecoder(), [[1]], max_new_tokens=2)

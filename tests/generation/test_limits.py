@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from meshwright.errors import UserError
-from meshwright.generation.generate import generate
+from meshwright.generation.generate import generate, how_generated
 from meshwright.generation.text_scores import score_documents
 
 TOKENS, ROWS = 32, 12
@@ -106,6 +106,15 @@ def test_a_model_that_sees_later_tokens_is_recomputed_at_each_length(name):
     (said,) = got.remarks
     assert "a program of its own for each length: the model sees later tokens (" in said
     assert operation in said
+
+
+def test_shapes_are_enough_to_say_how_a_model_is_generated_from():
+    mean = nnx.eval_shape(lambda: Mixing(AHEAD["mean"][0]))
+    said = "recomputed: every new token reads all earlier ones again: the model sees later tokens"
+    assert how_generated(mean) == f"{said} (reduce_sum in model)"
+    running = nnx.eval_shape(lambda: Mixing(lambda x: jnp.cumsum(x, 1)))
+    assert how_generated(running) == "cached: each new token is read once"
+    assert not how_generated(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))))
 
 
 def log_length(x):

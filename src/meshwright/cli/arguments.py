@@ -111,7 +111,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         text = value if equals else words.pop(0) if words else ""
         if not text:
             raise UserError(
-                f"{flag.name} {'is empty' if given else 'needs a value'}",
+                f"{flag.name} needs a value",
+                why="what was given is empty" if given else "",
                 fix=f"write {flag.name} {flag.value}",
             )
         if flag.value == SETTINGS and (more := list(takewhile(_is_setting, words))):
