@@ -11,7 +11,8 @@ in one place at a time, and loaded:
 ``cases.json`` has the values of each key and, for each class and value, one letter: ``f`` if
 loading fails or leaves weights random, ``s`` if the logits stay the same, ``d`` if they differ.
 ``logits.npz`` has some of the logits that differ. `tests/weights/test_transformers_cases.py`
-compares.
+compares. ``greedy.json`` has the likeliest continuations of prompts, which
+`tests/generation/test_transformers.py` compares.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ LARGEST = 10**7
 
 VALUES = (None, False, True, 0, 1, 3, 0.5, "x", [], {})
 """What every key is set to in turn."""
+
+GREEDY = {"gpt2": 28, "llama": 64, "gemma3": 64, "qwen3": 64}
+"""New tokens of each model; GPT-2's table of positions has 32 rows."""
+
+PROMPTS = [[5, 17, 42], [90, 3, 3, 60]]
 
 LAYERS = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
 ROPE = {
@@ -151,6 +157,22 @@ def main(fixtures: Path) -> None:
     for row, each in zip(logits, kept.values(), strict=True):
         row[: each.size] = each
     np.savez_compressed(target / "logits.npz", names=list(kept), logits=logits)
+    greedy(fixtures)
+
+
+def greedy(fixtures: Path) -> None:
+    """Write the likeliest continuations of prompts, in float32."""
+    found: dict[str, Any] = {"prompts": PROMPTS, "tokens": {}}
+    for name, count in GREEDY.items():
+        model = hf.AutoModelForCausalLM.from_pretrained(fixtures / "hf" / name, dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        found["tokens"][name] = [
+            model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[
+                0, len(prompt) :
+            ].tolist()
+            for prompt in PROMPTS
+        ]
+    (fixtures / "hf_cases" / "greedy.json").write_text(json.dumps(found) + "\n")
 
 
 def config_keys(config: Any, model: str) -> list[str]:

@@ -171,6 +171,18 @@ class Setting:
         return f'mesh="{name}={value}"' if section == "mesh" else f"{name}={value}"
 
 
+def argument(name: str, value: Any = None) -> str:
+    """Return an argument that is also a flag, as its reader writes it: ``--top-k 5``, ``top_k=5``.
+
+    Without a value, only its name is written.
+    """
+    if current_spelling() is Spelling.PYTHON:
+        return name if value is None else f"{name}={value}"
+    flag, several = f"--{name.replace('_', '-')}", isinstance(value, list | tuple)
+    text = ",".join(map(str, value)) if several else str(value)
+    return flag if value is None else f"{flag} {text}"
+
+
 def _on_command_line(value: SettingValue) -> str:
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "null"}[value]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 VOCABULARY, WIDTH, HEADS = 32, 16, 2
+AHEAD = "sees later tokens"
 WIDE = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 
 
@@ -51,6 +53,25 @@ class Layer(nnx.Module):
 
     def __call__(self, x, tokens):
         return self.call(self.layer, x)
+
+
+class Translator(nnx.Module):
+    """An encoder that sees all of its source, and a decoder that reads what it made."""
+
+    def __init__(self, rngs):
+        self.tokens = nnx.Embed(VOCABULARY, WIDTH, **WIDE, rngs=rngs)
+        self.encoder = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **WIDE, rngs=rngs)
+        self.own = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **WIDE, rngs=rngs)
+        self.across = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **WIDE, rngs=rngs)
+
+    def __call__(self, source, tokens):
+        real = source != 0
+        x = self.tokens(source)
+        x = x + self.encoder(x, mask=nnx.make_attention_mask(real, real))
+        y = self.tokens(tokens)
+        y = y + self.own(y, mask=nnx.make_causal_mask(tokens))
+        y = y + self.across(y, x, mask=nnx.make_attention_mask(tokens >= 0, real))
+        return self.tokens.attend(y)
 
 
 def _seen(length, *, ahead=0, back=None):
@@ -120,6 +141,108 @@ def _over_blocks(blocks, x):
     return run(x, blocks)
 
 
+class Compressed(nnx.Module):
+    """Keys and values from a few compressed numbers, with a key for rotation that heads share."""
+
+    def __init__(self, rngs):
+        self.query = nnx.Linear(WIDTH, HEADS * 12, **WIDE, rngs=rngs)
+        self.down = nnx.Linear(WIDTH, 6 + 4, **WIDE, rngs=rngs)
+        self.norm = nnx.RMSNorm(6, **WIDE, rngs=rngs)
+        self.up = nnx.Linear(6, HEADS * 16, **WIDE, rngs=rngs)
+        self.out = nnx.Linear(HEADS * 8, WIDTH, **WIDE, rngs=rngs)
+
+    def __call__(self, x, tokens):
+        batch, length, _ = x.shape
+        query = self.query(x).reshape(batch, length, HEADS, 12)
+        small, turned = jnp.split(self.down(x), [6], -1)
+        key, value = jnp.split(self.up(self.norm(small)).reshape(batch, length, HEADS, 16), 2, -1)
+        turned = jnp.broadcast_to(_rotated(turned[:, :, None]), (batch, length, HEADS, 4))
+        query = jnp.concatenate([query[..., :8], _rotated(query[..., 8:])], -1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, jnp.concatenate([key, turned], -1))
+        weights = _softmax(scores, _seen(length))
+        return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, -1))
+
+
+def _rotated(x):
+    angles = jnp.arange(x.shape[1])[:, None] / 10.0 ** jnp.arange(x.shape[-1] // 2)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    one, other = jnp.split(x, 2, -1)
+    return jnp.concatenate([one * cos - other * sin, one * sin + other * cos], -1)
+
+
+class Rotary(nnx.Module):
+    """Attention with tables of angles in an attribute."""
+
+    def __init__(self, rngs):
+        angles = np.arange(128)[:, None] / 10.0 ** np.arange(WIDTH // 2)
+        self.cos, self.sin = nnx.Variable(jnp.cos(angles)), nnx.Variable(jnp.sin(angles))
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, **WIDE, rngs=rngs)
+
+    def __call__(self, x, tokens):
+        length = x.shape[1]
+        cos, sin = self.cos[...][:length], self.sin[...][:length]
+
+        def rotate(x):
+            one, other = x[..., ::2], x[..., 1::2]
+            pair = one * cos - other * sin, one * sin + other * cos
+            return jnp.stack(pair, -1).reshape(x.shape)
+
+        query, key, value = jnp.split(self.qkv(x), 3, -1)
+        scores = jnp.einsum("bqd,bkd->bqk", rotate(query), rotate(key))
+        return jnp.einsum("bqk,bkd->bqd", _softmax(scores, _seen(length)), value)
+
+
+class Parallel(nnx.Module):
+    """Attention and an MLP of the same input."""
+
+    def __init__(self, rngs):
+        self.attention = Attention(lambda s, t: _softmax(s, _seen(s.shape[-1])), rngs)
+        self.up = nnx.Linear(WIDTH, WIDTH, **WIDE, rngs=rngs)
+
+    def __call__(self, x, tokens):
+        return self.attention(x, tokens) + jax.nn.silu(self.up(x))
+
+
+class Chunks(nnx.Module):
+    """A state-space layer in chunks, as in Mamba 2: quadratic inside of one, a state between."""
+
+    def __init__(self, rngs, size, *, pads, wrong=""):
+        self.size, self.pads, self.wrong = size, pads, wrong
+        self.inputs = nnx.Linear(WIDTH, 2 * WIDTH + HEADS, **WIDE, rngs=rngs)
+        self.conv = nnx.Conv(WIDTH, WIDTH, (3,), padding="CAUSAL", **WIDE, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, **WIDE, rngs=rngs)
+
+    def __call__(self, x, tokens):
+        batch, length, _ = x.shape
+        if self.pads:
+            x = jnp.pad(x, ((0, 0), (0, -length % self.size), (0, 0)))
+        x, both, steps = jnp.split(self.inputs(x), [WIDTH, 2 * WIDTH], -1)
+        x = jax.nn.silu(self.conv(x))
+
+        def divided(value, *dims):
+            return value.reshape(batch, -1, self.size, *dims)
+
+        x, (read, write) = divided(x, HEADS, WIDTH // HEADS), jnp.split(divided(both, WIDTH), 2, -1)
+        decay = jnp.cumsum(-jax.nn.softplus(divided(steps, HEADS)), axis=2)
+        between = decay[:, :, :, None] - decay[:, :, None]
+        seen = _seen(self.size, ahead=int(self.wrong == "mask"))
+        inside = jnp.exp(jnp.where(seen[..., None], between, -jnp.inf))
+        y = jnp.einsum("bnld,bnsd,bnlsh,bnshp->bnlhp", read, write, inside, x)
+        left = jnp.exp(decay[:, :, -1:] - decay)
+        states = jnp.einsum("bnsd,bnsh,bnshp->nbhpd", write, left, x)
+
+        def pass_on(state, chunk):
+            new, kept = chunk
+            after = state * kept[..., None, None] + new
+            return after, after if self.wrong == "state" else state
+
+        whole = jnp.moveaxis(jnp.exp(decay[:, :, -1]), 1, 0)
+        _, before = jax.lax.scan(pass_on, jnp.zeros_like(states[0]), (states, whole))
+        reached = left if self.wrong == "decay" else jnp.exp(decay)
+        y += jnp.einsum("bnld,nbhpd,bnlh->bnlhp", read, before, reached)
+        return self.out(y.reshape(batch, -1, WIDTH)[:, :length])
+
+
 CACHED = {
     "written_out": _masked(),
     "window": _masked(back=4),
@@ -140,26 +263,41 @@ CACHED = {
         lambda layer, x: layer(jnp.cumsum(x, 1) / (1 + jnp.arange(x.shape[1]))[:, None])
     ),
     "shift": _of(lambda layer, x: layer(jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1])),
+    "compressed": Compressed,
+    "rotary_table": Rotary,
+    "parallel": Parallel,
+    "chunks": lambda rngs: Chunks(rngs, 4, pads=False),
+    "padded_chunks": lambda rngs: Chunks(rngs, 4, pads=True),
     "loop_over_blocks": _layer(_blocks, _over_blocks),
 }
 """Ways to mix positions that need a cache, or a state."""
 
 RECOMPUTED = {
-    "no_mask": (_attention(lambda s, t: jax.nn.softmax(s, -1)), "later positions"),
-    "one_ahead": (_masked(ahead=1), "later positions"),
-    "convolution_ahead": (_conv("SAME"), "later positions"),
+    "no_mask": (_attention(lambda s, t: jax.nn.softmax(s, -1)), AHEAD),
+    "one_ahead": (_masked(ahead=1), AHEAD),
+    "convolution_ahead": (_conv("SAME"), AHEAD),
     "shift_ahead": (
         _of(lambda layer, x: layer(jnp.pad(x, ((0, 0), (0, 1), (0, 0)))[:, 1:])),
-        "later positions",
+        AHEAD,
     ),
-    "reversed_sum": (_of(lambda layer, x: jnp.cumsum(layer(x)[:, ::-1], 1)[:, ::-1]), "positions"),
-    "mean": (_of(lambda layer, x: x - layer(x).sum(1, keepdims=True) / 100), "positions"),
-    "norm_over_time": (_of(lambda layer, x: x / jnp.max(layer(x), 1, keepdims=True)), "positions"),
+    "reversed_sum": (
+        _of(lambda layer, x: jnp.cumsum(layer(x)[:, ::-1], 1)[:, ::-1]),
+        AHEAD,
+    ),
+    "mean": (_of(lambda layer, x: x - layer(x).sum(1, keepdims=True) / 100), AHEAD),
+    "norm_over_time": (
+        _of(lambda layer, x: x / jnp.max(layer(x), 1, keepdims=True)),
+        AHEAD,
+    ),
     "length": (
         _attention(lambda s, t: _softmax(s * jnp.log(s.shape[-1]), _seen(s.shape[-1]))),
-        "number of tokens",
+        "how many tokens",
     ),
     "fourier": (_of(lambda layer, x: jnp.fft.fft(layer(x), axis=1).real), ""),
-    "sorted": (_of(lambda layer, x: layer(jnp.sort(x, axis=1))), "positions"),
+    **{
+        f"chunks_{wrong}": (lambda rngs, w=wrong: Chunks(rngs, 4, pads=True, wrong=w), AHEAD)
+        for wrong in ("mask", "state", "decay")
+    },
+    "sorted": (_of(lambda layer, x: layer(jnp.sort(x, axis=1))), AHEAD),
 }
 """Ways to mix positions that depend on later ones, or on how many there are."""

@@ -170,7 +170,7 @@ class NoDecoder(nnx.Module):
 BAD = {
     "past the context": ([[1] * CONTEXT], {}, "leaves no room(.|\n)*has 48 tokens"),
     "empty": ([[1], []], {}, "prompt 1 is empty"),
-    "none": ([], {}, "prompt 0 is empty"),
+    "none": ([], {}, "the prompt is empty"),
     "an unknown token": ([[1, TOKENS]], {}, "token 32, which the model does not know"),
     "an unknown stop token": ([[1]], {"stop_tokens": [99]}, "stop_tokens has the token 99"),
     "text without a tokenizer": ("Once", {}, "there is no tokenizer"),
@@ -185,6 +185,13 @@ def test_bad_input_is_refused(model, name):
     prompts, arguments, says = BAD[name]
     with jax.enable_x64(True), pytest.raises(UserError, match=says):
         generate(model, prompts, max_new_tokens=2, **arguments)
+
+
+def test_wrong_arguments_are_told():
+    with pytest.raises(TypeError, match=r"no argument max_tokens\ndid you mean `max_new_tokens`"):
+        mw.generate(None, [[1]], max_tokens=3)
+    with pytest.raises(TypeError, match=r"write mw.generate\(model=…, prompts=…, max_new_tokens=…"):
+        mw.generate(None, [[1]])
 
 
 def test_a_model_that_is_no_decoder_is_refused():
@@ -219,19 +226,3 @@ def test_a_trained_model_generates_on_its_own_mesh_as_on_one_device(mesh):
     assert got.tokens == expected.tokens
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
-
-
-class Averages(nnx.Module):
-    """Sees later tokens."""
-
-    def __init__(self, rngs):
-        self.tokens = nnx.Embed(TOKENS, 8, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.tokens(tokens)
-        return self.tokens.attend(x + x.mean(axis=1, keepdims=True))
-
-
-def test_a_model_that_sees_later_tokens_is_refused():
-    with pytest.raises(UserError, match=r"change with later tokens.*number of tokens"):
-        generate(Averages(nnx.Rngs(0)), [[1, 2, 3]], max_new_tokens=8)

@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.errors import UserError
-from meshwright.generation.generate import generate
+from meshwright.generation.generate import Generator, generate
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.text_scores import score_documents, windows
 from meshwright.generation.text_settings import TextSettings, read_text_settings
@@ -173,7 +173,10 @@ def test_a_file_is_continued_and_what_is_written_is_kept(tmp_path, capfd):
 
 BAD = {
     "nothing": ((), "takes --prompt, --chat or --file"),
-    "no template": (("--chat", "--prompt", "the"), "there is no chat template"),
+    # Refused before anything is typed.
+    "no template": (("--chat",), "there is no chat template"),
+    "an empty prompt": (("--prompt", ""), "what was given is empty"),
+    "equal samples": (("--prompt", "the", "--samples", "2"), "--samples 2 would all be the same"),
     "a stop token": (
         ("--prompt", "the", "--stop-tokens", "9999"),
         "has the token 9999",
@@ -192,6 +195,36 @@ def test_bad_input_is_one_message(name, tmp_path, capfd):
     assert (code, out) == (2, "")
     assert says in err
     assert "Traceback" not in err
+
+
+def test_a_missing_folder_is_told_with_the_newest_run(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "one" / "checkpoints").mkdir(parents=True)
+    code, _, err = call(capfd, "generate", "outputs/on", "--prompt", "the")
+    assert code == 2
+    assert "there is no folder outputs/on" in err
+    assert "the newest run here is outputs/one" in err
+
+
+@pytest.mark.full
+def test_what_is_kept_and_what_has_no_effect_is_said(tmp_path, capfd, monkeypatch):
+    code, _, err = call(capfd, "generate", GPT2, "--prompt", "the", "--seed", 3)
+    assert code == 0, err
+    assert "--seed changes nothing" in err
+    assert "without compiling" in err
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the"}\n{"prompt": "mesh"}\n')
+    usual, calls = Generator.__call__, itertools.count()
+
+    def interrupted(*given, **settings):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return usual(*given, **settings)
+
+    monkeypatch.setattr(Generator, "__call__", interrupted)
+    words = ("--file", tmp_path / "prompts.jsonl", "--max-new-tokens", 2, "--batch-size", 1)
+    code, _, err = call(capfd, "generate", GPT2, *words, "--out", tmp_path / "out.jsonl")
+    assert code != 0
+    assert f"1 of 2 prompts are done and in {tmp_path}/out.jsonl; the same command" in err
 
 
 def test_a_folder_without_a_tokenizer_is_told(tmp_path, capfd):

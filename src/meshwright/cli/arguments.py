@@ -107,9 +107,14 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
                 raise UserError(f"{flag.name} takes no value", fix=f"write {flag.name}")
             flags[flag.name] = ""
             continue
+        given = bool(equals or words)
         text = value if equals else words.pop(0) if words else ""
         if not text:
-            raise UserError(f"{flag.name} needs a value", fix=f"write {flag.name} {flag.value}")
+            raise UserError(
+                f"{flag.name} needs a value",
+                why="what was given is empty" if given else "",
+                fix=f"write {flag.name} {flag.value}",
+            )
         if flag.value == SETTINGS and (more := list(takewhile(_is_setting, words))):
             text, words = shlex.join([text, *more]), words[len(more) :]
         flags[flag.name] = text

@@ -11,12 +11,15 @@ from meshwright.cli.text_model import open_model, read_lines, read_text
 from meshwright.errors import ExitCode
 from meshwright.runtime.activity import activity
 
+LONGEST = 1024
+"""The most tokens that the model sees at once, unless another number is asked for."""
+
 
 def run(arguments: Arguments, output: Output) -> int:
     """Score the file, and print nats and bits per token and byte."""
     path, file = arguments.words("a run or a folder", "a file", example="RUN text.txt")
     documents = read_documents(Path(file))
-    from meshwright.generation.generate import make_generator
+    from meshwright.generation.generate import UNLIMITED, make_generator
     from meshwright.generation.text_scores import score_documents
 
     model, settings = open_model(arguments, path)
@@ -24,7 +27,8 @@ def run(arguments: Arguments, output: Output) -> int:
     # It checks the model, and places it.
     made = make_generator(model, tokenizer=settings, max_new_tokens=1, mesh=mesh)
     tokens = [made.check(number, each, whole=False) for number, each in enumerate(documents)]
-    length = arguments.number("--window", min(made.context, 1024), most=made.context, least=2)
+    context = made.room(arguments.number("--window", LONGEST, most=UNLIMITED))
+    length = arguments.number("--window", min(context, LONGEST), most=context, least=2)
     stride = arguments.number("--stride", 1, most=length) if arguments.has("--stride") else None
     texts = [each.encode() for each in documents if isinstance(each, str)]
     with activity(f"reading {file}"):

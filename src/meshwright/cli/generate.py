@@ -41,7 +41,11 @@ def run(arguments: Arguments, output: Output) -> int:
     prompts = read_lines(file, _KEYS, _EXAMPLE) if "--file" in modes else []
     done = _written(arguments) if "--file" in modes else {}
     from meshwright.generation.generate import make_generator
+    from meshwright.generation.text_settings import read_text_settings
 
+    if "--chat" in modes and Path(path).is_dir():
+        # Before the model is loaded, and anything is typed.
+        read_text_settings(path).chat.check()
     model, settings = open_model(arguments, path)
     generator = make_generator(
         model,
@@ -57,11 +61,17 @@ def run(arguments: Arguments, output: Output) -> int:
     )
     for remark in generator.remarks:
         output.say(remark)
+    if arguments.has("--seed") and generator.sampling.greedy:
+        output.say("--seed changes nothing: nothing is drawn without --temperature, such as 1")
     if "--file" in modes:
         return _file(generator, settings, prompts, done, arguments, output)
-    if "--chat" in modes:
-        return _chat(generator, settings, arguments, output)
-    return _prompt(generator, arguments.flags["--prompt"], output)
+    try:
+        if "--chat" in modes:
+            return _chat(generator, settings, arguments, output)
+        return _prompt(generator, arguments.flags["--prompt"], output)
+    except KeyboardInterrupt:
+        output.say("\nwhat is printed above is all there is; --file with --out keeps what is done")
+        raise
 
 
 def _prompt(generator: Any, prompt: str, output: Output) -> int:
@@ -79,14 +89,15 @@ def _prompt(generator: Any, prompt: str, output: Output) -> int:
     output.result(
         {
             "tokens_per_second": found.tokens_per_second,
+            "tokens_per_second_compiled": found.pace.rate,
             "remarks": list(found.remarks),
             "continuations": [_line(each) for each in found],
         }
     )
     for remark in found.remarks[len(generator.remarks) :]:
         output.say(remark)
-    new, rate = counted(found.num_tokens, "token"), found.tokens_per_second
-    output.say(f"{new}, {rate:,.1f} tokens/s, ended by {rows[0].ended}")
+    new = counted(found.num_tokens, "token")
+    output.say(f"{new}, {found.pace.describe(found.tokens_per_second)}, ended by {rows[0].ended}")
     return ExitCode.DONE
 
 
@@ -159,7 +170,11 @@ def _file(
     size, started, tokens = max(1, generator.batch_size // generator.samples), time.monotonic(), 0
     with activity("generating") as progress, _opened(arguments, output) as write:
         for start in range(0, len(read), size):
-            rows = generator(read[start : start + size])
+            try:
+                rows = generator(read[start : start + size])
+            except KeyboardInterrupt:
+                _say_kept(arguments, output, len(done) + start, len(prompts))
+                raise
             lines = [
                 {"input": prompts[row.prompt.number], **_line(row), "settings": asked}
                 for row in rows
@@ -174,8 +189,20 @@ def _file(
     summary = {"prompts": len(left), "new_tokens": tokens, "tokens_per_second": rate}
     if arguments.has("--out"):
         output.result(summary)
-    output.say(f"{counted(len(left), 'prompt')}, {counted(tokens, 'token')}, {rate:,.0f} tokens/s")
+    said = generator.pace.describe(rate)
+    output.say(f"{counted(len(left), 'prompt')}, {counted(tokens, 'token')}, {said}")
+    for remark in sorted(generator.notes):
+        output.say(remark)
     return ExitCode.DONE
+
+
+def _say_kept(arguments: Arguments, output: Output, count: int, total: int) -> None:
+    """Say what is left of an interrupted command."""
+    kept = arguments.flags.get("--out")
+    output.say(
+        f"{count:,} of {counted(total, 'prompt')} are done"
+        + (f" and in {kept}; the same command continues there" if kept else "; --out keeps them")
+    )
 
 
 def _tokens(generator: Any, settings: Any, prompt: Any) -> Any:

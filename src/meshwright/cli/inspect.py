@@ -15,6 +15,7 @@ from rich.text import Text
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request, assemble_first
 from meshwright.errors import ExitCode, UserError
+from meshwright.generation.generate import how_generated
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
@@ -55,6 +56,8 @@ def run(request: Request) -> int:
         "remarks": remarks,
         "kernels": [asdict(use) for use in assembled.decision.kernels.uses],
     }
+    if how := how_generated(assembled.abstract_model()):
+        report["generation"] = how
     if assembled.pipeline_report is not None:
         report["pipeline"] = asdict(assembled.pipeline_report)
     request.output.result(report, _picture(assembled, leaves, report, assembled.pipeline_report))
@@ -92,7 +95,7 @@ def _picture(
     report: dict[str, Any],
     pipeline: PipelineReport | None,
 ) -> RenderableType:
-    totals = report["totals"]
+    totals, how = report["totals"], report.get("generation")
     summary = (
         f"{totals['parameters']:,} parameters, {human_bytes(totals['bytes'])}; on each device "
         f"{human_bytes(totals['bytes_per_device'])} of parameters and "
@@ -107,6 +110,7 @@ def _picture(
         Text(),
         *(() if pipeline is None else _pipeline(assembled, pipeline)),
         *_kernels(assembled),
+        *([Indented(f"generation: {how}", first=0), Text()] if how else []),
         _rows(leaves),
     ]
     return Group(*parts)

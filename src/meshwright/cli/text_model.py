@@ -24,11 +24,29 @@ def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
     from meshwright.generation.text_settings import read_text_settings
     from meshwright.trainer.trained.load_model import load_model
 
+    _check_folder(Path(path))
     step = arguments.number("--step", 1, most=2**31) if arguments.has("--step") else None
     which: Any = arguments.flags.get("--which", "last")
     with activity(f"loading {path}"):
         model = load_model(path, step=step, which=which, ema=arguments.has("--ema"))
     return model, read_text_settings(Path(path))
+
+
+def _check_folder(path: Path) -> None:
+    """Refuse a folder that is not there, and name the newest run that is."""
+    from meshwright.checkpoint import FOLDER
+    from meshwright.config.groups import download_command
+
+    if path.is_dir():
+        return
+    found = max(Path("outputs").glob(f"**/{FOLDER}"), key=lambda p: p.stat().st_mtime, default=None)
+    newest = "" if found is None else f"; the newest run here is {found.parent}"
+    raise UserError(
+        f"there is no folder {path}",
+        why="it is a file" if path.exists() else "generate and eval take a folder on this disk",
+        fix=f"name a run's folder, or that of a downloaded model ({download_command(str(path))})"
+        + newest,
+    )
 
 
 def decimal(arguments: Arguments, flag: str) -> float | None:

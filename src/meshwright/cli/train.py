@@ -157,6 +157,9 @@ def _lines(result: FitResult, sample: str | None, grade: str | None) -> list[str
         lines.append(
             f"to resume: the same command with {shlex.quote(f'hydra.run.dir={result.run_dir}')}"
         )
+    if sample:
+        more = shlex.join([*invoked_as(), "generate", str(result.run_dir), "--prompt"])
+        lines.append(f'more of it: {more} "…"')
     return [
         *lines,
         f"run folder: {result.run_dir}",

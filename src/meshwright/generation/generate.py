@@ -16,25 +16,30 @@ from flax import nnx
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from meshwright.config.argument_checks import check_count, wrong_kind
-from meshwright.errors import UserError, typed_line
+from meshwright.config.argument_checks import check_count, clear_arguments, wrong_kind
+from meshwright.errors import UserError, argument, typed_line
+from meshwright.generation.make_decoder import how_decoded, make_decoder
+from meshwright.generation.position_limit import position_limit
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
 from meshwright.generation.text_watch import OnPiece, TextWatch
-from meshwright.generation.token_decoder import split_model
+from meshwright.generation.token_decoder import Source, split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,
+    Pace,
     Prompt,
     Row,
     TokenLoop,
     batches,
     length_bucket,
+    of_one_length,
 )
 from meshwright.generation.token_programs import token_programs
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.mesh.build import build_mesh
+from meshwright.program.trace.scopes import module_scopes
 from meshwright.runtime.activity import activity
 from meshwright.text.units import counted
 
@@ -54,11 +59,13 @@ class Generated(Sequence[Row]):
         rows: all of them.
         seconds: how long it took, with compilation.
         remarks: what was taken from files, and what was done otherwise than asked.
+        pace: how fast tokens came from programs that were compiled already.
     """
 
     rows: tuple[Row, ...]
     seconds: float
     remarks: tuple[str, ...] = ()
+    pace: Pace = field(default_factory=Pace)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -97,7 +104,7 @@ class Generated(Sequence[Row]):
             f"[{counted(len(row.tokens), 'token')}, {row.ended}]"
             for row in self.rows
         ]
-        rate = f"{self.tokens_per_second:,.0f} tokens/s in {self.seconds:.1f} s"
+        rate = f"{self.pace.describe(self.tokens_per_second)}, in {self.seconds:.1f} s"
         return "\n".join([*lines, rate, *self.remarks])
 
 
@@ -118,6 +125,10 @@ class Generator:
         placement: where rows are.
         remarks: what the user should know.
         notes: what else turned out while generating.
+        stated: whether the context is known to be right, and tables need not be looked for.
+        limits: what was found of tables, by length.
+        pace: how fast tokens came so far.
+        source: what prompts have besides their tokens: an array with a row for each, or none.
     """
 
     model: nnx.Module
@@ -132,11 +143,15 @@ class Generator:
     placement: RowPlacement = field(default_factory=RowPlacement)
     remarks: tuple[str, ...] = ()
     notes: set[str] = field(default_factory=set[str])
+    stated: bool = False
+    limits: dict[int, tuple[int, str]] = field(default_factory=dict[int, tuple[int, str]])
+    pace: Pace = field(default_factory=Pace)
+    source: Source = ()
 
     @cached_property
     def vocabulary(self) -> int:
         """How many tokens the model knows; refuses a model that is no decoder."""
-        return vocabulary_of(self.model, min(8, self.context))
+        return vocabulary_of(self.model, min(8, self.context), self.source)
 
     def __call__(
         self, prompts: Sequence[Prompt], on_piece: OnPiece | None = None, chunk: int | None = None
@@ -148,8 +163,9 @@ class Generator:
             on_piece: called with what each row gets, as soon as it has it.
             chunk: the most tokens between two such calls.
         """
+        most = self.room(max(len(prompt.tokens) for prompt in prompts) + self.max_new_tokens)
         rows = [
-            Row(prompt, sample, min(self.max_new_tokens, self.context - len(prompt.tokens)))
+            Row(prompt, sample, min(self.max_new_tokens, most - len(prompt.tokens)))
             for prompt in prompts
             for sample in range(self.samples)
         ]
@@ -157,21 +173,53 @@ class Generator:
         chunk = chunk or (CHUNK if on_piece is None else STREAMED_CHUNK)
         for some in batches(rows, self.batch_size):
             need = max(len(row.prompt.tokens) + row.limit for row in some)
-            length = length_bucket(need, self.context)
-            programs, weights = token_programs(self.model, length, self.placement, self.vocabulary)
-            if reason := programs.decoder.reason:
-                self.notes.add(f"all earlier tokens are read again for each new one: {reason}")
-            loop = TokenLoop(
-                programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk
+            length = length_bucket(need, most)
+            programs, weights = token_programs(
+                self.model, length, self.placement, self.vocabulary, self.source
             )
-            loop.run(some, watch)
+            if programs.decoder.reason:
+                self.notes.add(how_decoded(programs.decoder))
+            loop = TokenLoop(
+                programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk, self.pace
+            )
+            for group in of_one_length(some) if programs.decoder.sees else [some]:
+                loop.run(group, watch)
         return rows
+
+    def room(self, count: int) -> int:
+        """Return the most tokens of a row if so many are asked for.
+
+        It is less where the context ends, or a table of positions in the model's program.
+        """
+        if self.stated:
+            return self.context
+        length = length_bucket(count, self.context)
+        if length not in self.limits:
+            logits_of, weights = split_model(self.model, self.source)
+            with module_scopes(self.model):
+                self.limits[length] = position_limit(logits_of, weights, length)
+        most, why = self.limits[length]
+        if not most:
+            raise UserError(
+                f"{type(self.model).__name__} cannot be called with {length:,} tokens",
+                why=why,
+                fix="pass context_length=, the most tokens that it takes",
+            )
+        if most < count:
+            self.notes.add(f"a row has at most {most:,} tokens: {why}")
+        return most
 
     def read(self, prompts: Prompts) -> list[Prompt]:
         """Return prompts as tokens, and refuse those that cannot be continued."""
+        listed = _listed(prompts)
+        if self.source and len(self.source[0]) != len(listed):
+            raise UserError(
+                f"source has {len(self.source[0]):,} rows for {counted(len(listed), 'prompt')}",
+                fix="pass an array [prompts, …], a row for each prompt",
+            )
         return [
-            Prompt(number, self.check(number, prompt))
-            for number, prompt in enumerate(_listed(prompts))
+            Prompt(number, self.check(number, prompt), tuple(s[number] for s in self.source))
+            for number, prompt in enumerate(listed)
         ]
 
     def check(self, number: int, prompt: Any, *, whole: bool = True) -> NDArray[np.int32]:
@@ -190,12 +238,18 @@ class Generator:
                 why=f"its {self.vocabulary:,} tokens are 0 to {self.vocabulary - 1}",
                 fix="use the tokenizer that the model was trained with",
             )
-        if whole and not 0 < tokens.size < self.context:
-            room = f"it has {tokens.size:,} tokens, and the model's context {self.context:,}"
+        if whole and not tokens.size:
             raise UserError(
-                f"prompt {number} {'leaves no room for new tokens' if tokens.size else 'is empty'}",
-                why=room if tokens.size else "a model predicts what follows at least one token",
-                fix=f"shorten it to at most {self.context - 1:,} tokens" if tokens.size else "",
+                f"prompt {number} is empty" if number else "the prompt is empty",
+                why="a model predicts what follows at least one token",
+                fix="write how the text begins",
+            )
+        context = self.room(tokens.size + 1) if whole else self.context
+        if whole and tokens.size >= context:
+            raise UserError(
+                f"prompt {number} leaves no room for new tokens",
+                why=f"it has {tokens.size:,} tokens, and the model's context {context:,}",
+                fix=f"shorten it to at most {context - 1:,} tokens",
             )
         return tokens
 
@@ -212,6 +266,7 @@ class Generator:
         return tokens.astype(np.int32)
 
 
+@clear_arguments("mw.generate")
 def generate(
     model: nnx.Module,
     prompts: Prompts,
@@ -234,6 +289,7 @@ def generate(
     mesh: str | Mapping[str, int] | Mesh | None = None,
     dtype: Any = None,
     on_piece: OnPiece | None = None,
+    source: Any = None,
 ) -> Generated:
     """Continue prompts with a model that maps tokens [B, T] to logits [B, T, V].
 
@@ -264,6 +320,8 @@ def generate(
         mesh: where to run: axis sizes; by default on the devices that the model's weights are on.
         dtype: format of the weights while generating, such as ``bfloat16``.
         on_piece: called with a `Piece` whenever a row has got more text.
+        source: for a model with an encoder, called as ``model(source, tokens)``: an array with a
+            row for each prompt. What follows from it alone is computed once.
     """
     settings = {**locals()}
     del settings["model"], settings["prompts"], settings["on_piece"]
@@ -286,6 +344,7 @@ def make_generator(
     context_length: int | None = None,
     mesh: Any = None,
     dtype: Any = None,
+    source: Any = None,
     **sampling: Any,
 ) -> Generator:
     """Return how a model generates; the arguments are those of `generate`."""
@@ -300,17 +359,18 @@ def make_generator(
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if stops and (text.tokenizer is None or not all(stops)):
         raise UserError(
-            f"stop={list(stops)} cannot be looked for",
+            f"{argument('stop', stop)} cannot be looked for",
             why="there is no tokenizer" if all(stops) else "one is empty",
-            fix="pass tokenizer=, or stop at tokens with stop_tokens=" if all(stops) else "",
+            fix=f"stop at tokens with {argument('stop_tokens')}" if all(stops) else "",
         )
     if samples > 1 and chosen.greedy:
         raise UserError(
-            f"samples={samples} would all be the same",
+            f"{argument('samples', samples)} would all be the same",
             why="the temperature is 0, which takes the likeliest token",
-            fix="write a temperature above 0, such as 1",
+            fix=f"write {argument('temperature', 1)}",
         )
-    context = context_length or context_of(model)
+    own = context_of(model)
+    context = own if context_length is None else context_length
     check_count("context_length", context)
     placement = placement_of(jax.tree.leaves(nnx.state(model)), _as_mesh(mesh))
     placed, remark = placement.model(model, dtype)
@@ -326,18 +386,22 @@ def make_generator(
         context=context,
         placement=placement,
         remarks=tuple(filter(None, (*remarks, remark))),
+        stated=context <= own < UNLIMITED,
+        source=() if source is None else (np.asarray(jnp.asarray(source)),),
     )
 
 
 def generated(generator: Generator, rows: Sequence[Row], started: float) -> Generated:
     """Return finished rows as the user gets them."""
-    full = sum(row.ended is Ended.CONTEXT for row in rows)
+    full = [row for row in rows if row.ended is Ended.CONTEXT]
+    context = max((len(row.prompt.tokens) + len(row.tokens) for row in full), default=0)
     remark = (
-        f"{counted(full, 'row')} ended before max_new_tokens={generator.max_new_tokens}, because "
-        f"the model's context of {generator.context:,} tokens was full"
+        f"{counted(len(full), 'row')} ended before "
+        f"{argument('max_new_tokens', generator.max_new_tokens)}, because the model's context of "
+        f"{context:,} tokens was full"
     )
     remarks = (*generator.remarks, *sorted(generator.notes), *([remark] if full else []))
-    return Generated(tuple(rows), time.perf_counter() - started, remarks)
+    return Generated(tuple(rows), time.perf_counter() - started, remarks, generator.pace)
 
 
 def context_of(model: Any) -> int:
@@ -347,13 +411,13 @@ def context_of(model: Any) -> int:
     return min((each for each in found if isinstance(each, int)), default=UNLIMITED)
 
 
-def vocabulary_of(model: nnx.Module, length: int) -> int:
+def vocabulary_of(model: nnx.Module, length: int, source: Source = ()) -> int:
     """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
     fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
-    logits_of, weights = split_model(model)
+    logits_of, weights = split_model(model, source)
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
     try:
-        found: Any = jax.eval_shape(logits_of, weights, tokens)
+        found: Any = jax.eval_shape(logits_of, [*weights, *logits_of.source], tokens)
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} is not a model of tokens",
@@ -369,6 +433,18 @@ def vocabulary_of(model: nnx.Module, length: int) -> int:
             fix=fix,
         )
     return shape[-1]
+
+
+def how_generated(model: Any) -> str:
+    """Return how a model without values would be generated from; empty if it is no decoder."""
+    if not isinstance(model, nnx.Module):
+        return ""
+    length = min(context_of(model), 128)
+    try:
+        vocabulary_of(model, min(8, length))
+    except UserError:
+        return ""
+    return how_decoded(make_decoder(model, length)[0])
 
 
 def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:
@@ -397,7 +473,7 @@ def _with_defaults(
     if found.stop_tokens and "stop_tokens" not in asked:
         taken["stop_tokens"] = found.stop_tokens
     shown = {key: list(v) if isinstance(v, tuple) else v for key, v in taken.items()}
-    said = ", ".join(f"{key}={value}" for key, value in shown.items())
+    said = ", ".join(argument(key, value) for key, value in shown.items())
     return Sampling(**{**taken, **asked}), ((f"from {found.folder}: {said}",) if said else ())
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.generation.row_rules import RUNNING, row_rule, source_dim
+from meshwright.generation.row_rules import RUNNING, RowRule, row_rule, source_dim
+from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.op import primitives
 from meshwright.program.jaxpr.equations import (
@@ -42,15 +43,38 @@ _LOW_TO_LOW = primitives("convert_element_type copy copy_p name stop_gradient")
 _NO_LOOKAHEAD = -(2**31)
 
 
+_LATER = primitives(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin sort rev fft
+    top_k dot_general conv_general_dilated cumsum cumprod cummax cummin cumlogsumexp
+    """
+)
+"""Operations over positions that read later ones if nothing masks those."""
+
+
 class NotIncremental(Exception):
-    """Why a model's rows cannot be computed one after the other."""
+    """Why a model's rows cannot be computed one after the other.
+
+    Attributes:
+        at: the operation and its module; empty if it is none of them.
+    """
+
+    def __init__(self, why: str, at: str = "") -> None:
+        self.at = at
+        super().__init__(f"{why} ({at})" if at else why)
 
     @classmethod
-    def at(cls, eqn: Equation, why: str) -> NotIncremental:
+    def by(cls, eqn: Equation, why: str = "") -> NotIncremental:
         """Return the reason with the operation and its module."""
-        module = module_of(name_stack(eqn))
-        where = f"in {module}" if module else "outside all modules"
-        return cls(f"{eqn.primitive.name} {where} {why}")
+        unknown = "mixes tokens in a way that no cache is known for"
+        why = why or (LATER if eqn.primitive.name in _LATER else unknown)
+        return cls(f"the model {why}", where(eqn))
+
+
+def where(eqn: Equation) -> str:
+    """Return an operation and its module."""
+    module = module_of(name_stack(eqn))
+    return f"{eqn.primitive.name} {f'in {module}' if module else 'outside all modules'}"
 
 
 class Positions:
@@ -58,10 +82,11 @@ class Positions:
 
     Args:
         closed: the program, traced for few positions; its last input is the tokens [1, T].
+        chunk: the program may divide positions into chunks of so many.
     """
 
-    def __init__(self, closed: ClosedJaxpr) -> None:
-        self.closed, self.jaxpr = closed, closed.jaxpr
+    def __init__(self, closed: ClosedJaxpr, chunk: int = 1) -> None:
+        self.closed, self.jaxpr, self.chunk = closed, closed.jaxpr, chunk
         self.made: dict[Var, tuple[Equation, int]] = {
             variable: (eqn, number)
             for eqn in self.jaxpr.eqns
@@ -83,6 +108,16 @@ class Positions:
         """Return the dims of positions of a value; none if it does not depend on tokens."""
         return () if isinstance(atom, Literal) else self.dims.get(atom, ())
 
+    def rule(self, eqn: Equation, result: int, dim: int) -> RowRule | None:
+        """Return how rows along a dim of one result are computed; None if there is no way."""
+        return row_rule(eqn, result, dim, self.chunk)
+
+    def unit(self, atom: Atom, dim: int) -> int:
+        """Return how many positions one index of a dim of positions stands for."""
+        # Chunks, and one more or less, are far fewer than positions.
+        few = aval_of(atom).shape[dim] <= self.length // self.chunk + 2
+        return self.chunk if few else 1
+
     def _follow(self, eqn: Equation) -> None:
         if not any(self.depends(a) for a in eqn.invars):
             return
@@ -92,7 +127,7 @@ class Positions:
             self.dims[variable] = tuple(dims)
 
     def _is_positions(self, eqn: Equation, result: int, dim: int) -> bool:
-        rule = row_rule(eqn, result, dim)
+        rule = self.rule(eqn, result, dim)
         if rule is None:
             return False
         if rule.whole:
@@ -126,7 +161,7 @@ class Positions:
     def _reach(
         self, eqn: Equation, result: int, dim: int, found: Mapping[tuple[Var, int], int]
     ) -> int:
-        rule = row_rule(eqn, result, dim)
+        rule = self.rule(eqn, result, dim)
         assert rule is not None
         reach = _NO_LOOKAHEAD
         offset = 0
@@ -137,6 +172,7 @@ class Positions:
                 if eqn.primitive.name == "concatenate":
                     later = -offset
                     offset += aval_of(atom).shape[dim]
+                later *= self.unit(eqn.outvars[result], dim)
             if inner is not None and inner in self.of(atom) and not isinstance(atom, Literal):
                 reach = max(reach, found.get((atom, inner), 0) + later)
         return reach
@@ -156,7 +192,7 @@ class Positions:
         name = eqn.primitive.name
         if name == "select_n":
             return self._chosen(eqn, row, key)
-        rules = row_rule(eqn, number, row), row_rule(eqn, number, key)
+        rules = self.rule(eqn, number, row), self.rule(eqn, number, key)
         if rules[0] is None or rules[1] is None or rules[0].whole or rules[1].whole:
             return ""
         states: list[str] = []

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
-from meshwright.generation.row_rules import RowRule, row_rule
+from meshwright.generation.row_rules import RowRule
+from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 
@@ -41,12 +42,16 @@ class RowPlan:
         needs: by variable, what is needed of it.
         kept: by variable in the cache, its dim of positions.
         carried: the loops over positions, whose states are in the cache.
+        of_source: values that follow from the source alone, which are computed once.
+        fixed: those of them that are in the cache.
     """
 
     positions: Positions
     needs: dict[Var, set[Need]] = field(default_factory=dict[Var, set[Need]])
     kept: dict[Var, int] = field(default_factory=dict[Var, int])
     carried: list[Equation] = field(default_factory=list[Equation])
+    of_source: set[Var] = field(default_factory=set[Var])
+    fixed: list[Var] = field(default_factory=list[Var])
 
     def need(self, atom: Atom, *needs: Need) -> None:
         """Note that something is needed of a value."""
@@ -54,8 +59,13 @@ class RowPlan:
             self.needs.setdefault(atom, set()).update(needs)
 
 
-def plan_rows(positions: Positions) -> RowPlan:
-    """Plan how the logits of the next token are computed; raises `NotIncremental`."""
+def plan_rows(positions: Positions, num_sources: int = 0) -> RowPlan:
+    """Plan how the logits of the next token are computed; raises `NotIncremental`.
+
+    Args:
+        positions: what is known of the program.
+        num_sources: how many inputs before the tokens are the source of a row.
+    """
     plan = RowPlan(positions)
     (logits,) = positions.jaxpr.outvars[:1]
     dims = positions.of(logits)
@@ -69,9 +79,25 @@ def plan_rows(positions: Positions) -> RowPlan:
             for need in _resolved(plan, eqn, number, variable):
                 _pass_on(plan, eqn, number, need)
     tokens = positions.jaxpr.invars[-1]
-    if WHOLE in plan.needs.get(tokens, ()):
+    # A chunk is computed again for each of its tokens.
+    if WHOLE in plan.needs.get(tokens, ()) or positions.chunk > 1:
         plan.kept[tokens] = 1
+    _fix_source(plan, positions.jaxpr.invars[-1 - num_sources : -1])
     return plan
+
+
+def _fix_source(plan: RowPlan, sources: Sequence[Var]) -> None:
+    """Find what follows from the source alone, and what of it new rows are computed from."""
+    plan.of_source.update(sources)
+    read: set[Atom] = set()
+    for eqn in plan.positions.jaxpr.eqns:
+        own = {a for a in eqn.invars if not isinstance(a, Literal)}
+        new = plan.positions.depends(eqn.outvars[0])
+        if own & plan.of_source and not new:
+            plan.of_source.update(eqn.outvars)
+        if new or any(plan.needs.get(v, set()) - {WHOLE} for v in eqn.outvars):
+            read |= own
+    plan.fixed = [v for v in plan.needs if v in plan.of_source & read and WHOLE in plan.needs[v]]
 
 
 def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[Need]:
@@ -82,12 +108,11 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
         return sorted(needs)
     dims = positions.of(variable)
     if len(dims) != 1:
-        why = "mixes positions" if not dims else "needs all pairs of positions"
-        raise NotIncremental.at(eqn, why)
-    rule = row_rule(eqn, number, dims[0])
+        raise NotIncremental.by(eqn, "needs all pairs of positions" if dims else "")
+    rule = positions.rule(eqn, number, dims[0])
     moves = _smallest_source(positions, variable) < _num_bytes(variable)
     if rule is None or (rule.whole and positions.lookahead(variable, dims[0]) > 0):
-        raise NotIncremental.at(eqn, "mixes positions")
+        raise NotIncremental.by(eqn)
     if moves or rule.whole:
         return sorted(needs)
     plan.kept[variable] = dims[0]
@@ -137,26 +162,29 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
     if need == WHOLE:
         _need_whole(plan, eqn.invars)
         return
-    rule = row_rule(eqn, number, dim)
+    rule = positions.rule(eqn, number, dim)
     if not positions.depends(variable):
         # Nothing of it depends on tokens: rows are computed, or taken from the whole.
         if rule is None or rule.whole:
             _need_whole(plan, eqn.invars)
             plan.need(variable, WHOLE)
         else:
-            _need_rows(plan, eqn, rule, need)
+            _need_rows(plan, eqn, rule, (dim, True) if rule.chunked else need)
         return
     if rule is None:
-        raise NotIncremental.at(eqn, "mixes positions")
+        raise NotIncremental.by(eqn)
     if rule.whole:
         if positions.lookahead(variable, dim) > 0:
-            raise NotIncremental.at(eqn, "reads later positions")
+            raise NotIncremental.by(eqn, LATER)
         _need_whole(plan, eqn.invars)
         plan.need(variable, WHOLE)
     elif eqn.primitive.name == "scan":
         _carry(plan, eqn, rule)
         plan.need(variable, (0, True))
     else:
+        if rule.chunked:
+            need = dim, True
+            plan.need(variable, need)
         _check_pairs(positions, eqn, rule)
         _need_rows(plan, eqn, rule, need)
 
@@ -173,7 +201,7 @@ def _need_rows(plan: RowPlan, eqn: Equation, rule: RowRule, need: Need) -> None:
 
 def _carry(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     if not plan.positions.carried(eqn):
-        raise NotIncremental.at(eqn, "is a loop that begins with something of all positions")
+        raise NotIncremental.by(eqn, "has a loop that begins with something of all positions")
     if eqn not in plan.carried:
         plan.carried.append(eqn)
     _need_rows(plan, eqn, rule, (0, True))
@@ -186,17 +214,18 @@ def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
         dims = positions.of(atom)
         if not dims:
             if positions.depends(atom):
-                raise NotIncremental.at(positions.mixed_by(atom), "mixes positions")
+                raise NotIncremental.by(positions.mixed_by(atom))
             continue
-        if len(dims) > 2 or (len(dims) == 2 and name not in _OF_PAIRS):
-            raise NotIncremental.at(eqn, "reads pairs of positions")
+        mixed = len({positions.unit(atom, dim) for dim in dims}) > 1
+        if len(dims) > 2 or (len(dims) == 2 and (mixed or name not in _OF_PAIRS)):
+            raise NotIncremental.by(eqn, "reads pairs of positions")
         if inner is None and name not in _OF_PAIRS:
-            raise NotIncremental.at(eqn, "mixes positions")
+            raise NotIncremental.by(eqn)
         other = [d for d in dims if d != inner]
         if name in _VANISHING and other and other[0] in eqn.params["axes"]:
             assert inner is not None
             if positions.masked(atom, inner, other[0]) != _VANISHING[name]:
-                raise NotIncremental.at(eqn, "reads later positions")
+                raise NotIncremental.by(eqn, LATER)
     if name == "dot_general":
         _check_product(positions, eqn, rule)
 
@@ -212,4 +241,4 @@ def _check_product(positions: Positions, eqn: Equation, rule: RowRule) -> None:
     for mine, theirs in pairs:
         summed = theirs in positions.of(whole) or mine in positions.of(row)
         if summed and positions.masked(row, inner, mine) != "zero":
-            raise NotIncremental.at(eqn, "sums over later positions")
+            raise NotIncremental.by(eqn, LATER)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,6 +40,10 @@ class Rows:
         """Return these rows of a value that has all of them."""
         return jax.lax.dynamic_slice_in_dim(value, self.start, self.count, dim)
 
+    def chunks(self, size: int) -> Rows:
+        """Return them in chunks of so many; one row belongs to one chunk."""
+        return self if size == 1 else Rows(self.start // size, max(1, self.count // size))
+
 
 @dataclass(frozen=True)
 class RowRule:
@@ -49,16 +53,31 @@ class RowRule:
         dims: for each operand, the dim of which the same rows are needed; None for all of it.
         run: computes the result from the operands and the rows.
         whole: whether all operands are needed whole, and the rows are taken from the result.
+        chunked: whether whole chunks are needed, because it divides rows into them or joins them.
     """
 
     dims: tuple[int | None, ...]
     run: Callable[[Equation, Sequence[Value], Rows], list[Value]]
     whole: bool = False
+    chunked: bool = False
 
 
-def row_rule(eqn: Equation, result: int, dim: int) -> RowRule | None:
-    """Return how rows along a dim of one result are computed; None if there is no way."""
+Rule = Callable[[Equation, int, int], RowRule | None]
+"""From an operation, the number of a result and its dim of positions."""
+
+
+def row_rule(eqn: Equation, result: int, dim: int, chunk: int = 1) -> RowRule | None:
+    """Return how rows along a dim of one result are computed; None if there is no way.
+
+    Args:
+        eqn: the operation.
+        result: which result.
+        dim: its dim.
+        chunk: rows are computed in chunks of so many, and a dim may count chunks.
+    """
     name = eqn.primitive.name
+    if name == "reshape" and chunk > 1 and (found := _rechunked(eqn, dim, chunk)):
+        return found
     if name in ELEMENTWISE:
         size = _out(eqn, result)[dim]
         shapes = [aval_of(a).shape for a in eqn.invars]
@@ -115,49 +134,58 @@ def _reshape(eqn: Equation, result: int, dim: int) -> RowRule | None:
     ]
     if not inner or eqn.params.get("dimensions") is not None:
         return None
+    return _reshaped(dim, inner[0])
 
+
+def _rechunked(eqn: Equation, dim: int, chunk: int) -> RowRule | None:
+    """A reshape that divides rows into chunks, or joins chunks."""
+    shape, out = _in(eqn), _out(eqn)
+    for inner in range(len(shape)):
+        if math.prod(shape[:inner]) != math.prod(out[:dim]):
+            continue
+        divides = shape[inner] == out[dim] * chunk and out[dim + 1 : dim + 2] == (chunk,)
+        joins = out[dim] == shape[inner] * chunk and shape[inner + 1 : inner + 2] == (chunk,)
+        if divides or joins:
+            return replace(_reshaped(dim, inner), chunked=True)
+    return None
+
+
+def _reshaped(dim: int, inner: int) -> RowRule:
     def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
         return [operands[0].reshape(_resized(_out(eqn), dim, rows.count))]
 
-    return RowRule((inner[0],), run)
+    return RowRule((inner,), run)
 
 
-def _transpose(eqn: Equation, result: int, dim: int) -> RowRule | None:
-    return RowRule((eqn.params["permutation"][dim],), _bound)
+def _dim_left(eqn: Equation, dropped: Sequence[int], dim: int) -> int:
+    """Return which dim of the operand is a dim of the result, if some are dropped."""
+    count = len(_in(eqn))
+    return [i for i in range(count) if i not in {d % count for d in dropped}][dim]
 
 
-def _kept_dims(eqn: Equation, dropped: Sequence[int]) -> list[int]:
-    return [i for i in range(len(_in(eqn))) if i not in dropped]
-
-
-def _squeeze(eqn: Equation, result: int, dim: int) -> RowRule | None:
-    dropped = [d % len(_in(eqn)) for d in eqn.params["dimensions"]]
-    return RowRule((_kept_dims(eqn, dropped)[dim],), _bound)
-
-
-def _reduce(eqn: Equation, result: int, dim: int) -> RowRule | None:
-    kept = _kept_dims(eqn, eqn.params["axes"])[dim]
-    return RowRule((kept,) * len(eqn.invars), _bound)
-
-
-def _along_other(axis: str) -> Callable[[Equation, int, int], RowRule | None]:
-    """A rule for operations along a dim that is not the one of positions."""
+def _same_dim(find: Callable[[Equation, int], int | None]) -> Rule:
+    """A rule for operations with the rows of their operands, in a dim that is found from theirs."""
 
     def rule(eqn: Equation, result: int, dim: int) -> RowRule | None:
-        if eqn.params[axis] % len(_out(eqn, result)) == dim:
-            return None
-        return RowRule((dim,) * len(eqn.invars), _bound)
+        inner = find(eqn, dim)
+        return None if inner is None else RowRule((inner,) * len(eqn.invars), _bound)
 
     return rule
 
 
-def _reverse(eqn: Equation, result: int, dim: int) -> RowRule | None:
-    return None if dim in eqn.params["dimensions"] else RowRule((dim,), _bound)
+def _unless_along(axis: str, default: int | None = None) -> Rule:
+    """A rule for operations along a dim that is not the one of positions."""
+
+    def find(eqn: Equation, dim: int) -> int | None:
+        along = eqn.params[axis] if default is None else eqn.params.get(axis, default)
+        return None if along % len(_in(eqn)) == dim else dim
+
+    return _same_dim(find)
 
 
-def _top_k(eqn: Equation, result: int, dim: int) -> RowRule | None:
-    axis = eqn.params.get("axis", -1) % len(_in(eqn))
-    return None if axis == dim else RowRule((dim,) * len(eqn.invars), _bound)
+def _stacked_dim(eqn: Equation, dim: int) -> int | None:
+    axis = eqn.params["axis"] % len(_out(eqn))
+    return None if dim == axis else dim - (dim > axis)
 
 
 def _running(eqn: Equation, result: int, dim: int) -> RowRule | None:
@@ -277,18 +305,23 @@ def source_dim(eqn: Equation, dim: int) -> tuple[int, int]:
     return dim, 0
 
 
-_RULES: Mapping[str, Callable[[Equation, int, int], RowRule | None]] = {
-    **dict.fromkeys(_REDUCTIONS, _reduce),
-    **dict.fromkeys(("argmax", "argmin"), _reduce),
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        (*_REDUCTIONS, "argmax", "argmin"),
+        _same_dim(lambda eqn, dim: _dim_left(eqn, eqn.params["axes"], dim)),
+    ),
     **dict.fromkeys(RUNNING, _running),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "split": _along_other("axis"),
-    "rev": _reverse,
-    "sort": _along_other("dimension"),
-    "top_k": _top_k,
+    "transpose": _same_dim(lambda eqn, dim: eqn.params["permutation"][dim]),
+    "squeeze": _same_dim(lambda eqn, dim: _dim_left(eqn, eqn.params["dimensions"], dim)),
+    "unstack": _same_dim(lambda eqn, dim: _dim_left(eqn, [eqn.params["axis"]], dim)),
+    "stack": _same_dim(_stacked_dim),
+    "rev": _same_dim(lambda eqn, dim: None if dim in eqn.params["dimensions"] else dim),
+    "tile": _same_dim(lambda eqn, dim: dim if eqn.params["reps"][dim] == 1 else None),
+    "split": _unless_along("axis"),
+    "sort": _unless_along("dimension"),
+    "top_k": _unless_along("axis", -1),
     "concatenate": _concatenate,
     "pad": _pad,
     "slice": _slice,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from meshwright.config.argument_checks import check_count, check_kind
-from meshwright.errors import UserError
+from meshwright.errors import UserError, argument
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Sampling:
         for name, (valid, allowed) in ranges.items():
             value = getattr(self, name)
             if not valid or not np.isfinite(value):
-                raise UserError(f"{name}={value} is not valid", fix=f"write a number {allowed}")
+                fix = f"write a number {allowed}"
+                raise UserError(f"{argument(name, value)} is not valid", fix=fix)
 
     @property
     def greedy(self) -> bool:
@@ -96,9 +97,9 @@ class Sampling:
             check_kind(name, token, (int, np.integer), "write token ids")
             if not 0 <= token < vocabulary:
                 raise UserError(
-                    f"{name} has the token {token}, which the model does not know",
+                    f"{argument(name)} has the token {token}, which the model does not know",
                     why=f"its {vocabulary:,} tokens are 0 to {vocabulary - 1}",
-                    fix=f"write {name} with tokens of this model",
+                    fix=f"write {argument(name)} with tokens of this model",
                 )
         return [int(token) for token in tokens]
 

@@ -17,8 +17,9 @@ from jax import Array
 from meshwright.data.tokenizer import Tokens
 from meshwright.errors import UserError
 from meshwright.generation.generate import vocabulary_of
+from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement, placement_of
-from meshwright.generation.token_decoder import split_model
+from meshwright.generation.token_decoder import LATER, split_model
 from meshwright.text.units import counted
 
 LOGIT_BYTES = 2**28
@@ -114,19 +115,42 @@ def score_documents(
     placement = placement or placement_of(jax.tree.leaves(nnx.state(model)))
     placed, _ = placement.model(model)
     logits_of, weights = split_model(placed)
-    rows = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(placed, longest))) * placement.parts
-    rows = min(rows, -(-len(parts) // placement.parts) * placement.parts)
+    most = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(placed, longest))) * placement.parts
     run, nats = jax.jit(partial(_nats, logits_of, placement)), 0.0
-    for start in range(0, len(parts), rows):
-        tokens = np.zeros((rows, longest), np.int32)
-        included = np.zeros((rows, longest), bool)
-        for row, (own, first) in enumerate(parts[start : start + rows]):
-            tokens[row, : len(own)] = own
-            included[row, first : len(own)] = True
-        nats += float(np.asarray(run(weights, tokens, included), np.float64).sum())
+    for size, group in _by_length(parts, longest, exact=_needs_exact(placed, longest)).items():
+        rows = min(most, -(-len(group) // placement.parts) * placement.parts)
+        for start in range(0, len(group), rows):
+            tokens = np.zeros((rows, size), np.int32)
+            included = np.zeros((rows, size), bool)
+            for row, (own, first) in enumerate(group[start : start + rows]):
+                tokens[row, : len(own)] = own
+                included[row, first : len(own)] = True
+            nats += float(np.asarray(run(weights, tokens, included), np.float64).sum())
     total = sum(map(len, documents))
     firsts = sum(len(tokens) > 0 for tokens in documents)
     return TextScore(len(documents), total - firsts, firsts, num_bytes, nats)
+
+
+def _needs_exact(model: nnx.Module, length: int) -> bool:
+    """Whether padding would change scores; refuses a model that sees what it should predict."""
+    decoder, _ = make_decoder(model, length)
+    if decoder.sees == LATER:
+        raise UserError(
+            f"{type(model).__name__} cannot be scored",
+            why=f"{decoder.reason}, and those are what it should predict",
+            fix="mask later positions in the model, as a decoder does",
+        )
+    return bool(decoder.sees)
+
+
+def _by_length(
+    parts: Sequence[tuple[Tokens, int]], longest: int, *, exact: bool
+) -> dict[int, list[tuple[Tokens, int]]]:
+    """Return windows by the length they are padded to."""
+    found: dict[int, list[tuple[Tokens, int]]] = {}
+    for part in parts:
+        found.setdefault(len(part[0]) if exact else longest, []).append(part)
+    return found
 
 
 def _nats(

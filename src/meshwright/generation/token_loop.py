@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Sampling
-from meshwright.generation.token_decoder import Weights
+from meshwright.generation.token_decoder import Source, Weights
 from meshwright.generation.token_programs import NewTokens, Prompts, TokenPrograms
 
 CHUNK = 32
@@ -38,10 +39,12 @@ class Prompt(NamedTuple):
     Attributes:
         number: its number in the call, which decides its random bits.
         tokens: its tokens.
+        source: what it has besides them.
     """
 
     number: int
     tokens: NDArray[np.int32]
+    source: Source = ()
 
 
 @dataclass
@@ -76,6 +79,29 @@ class Row:
             del values[count:]
 
 
+@dataclass
+class Pace:
+    """How fast tokens come from programs that are compiled already.
+
+    Attributes:
+        tokens: how many came so.
+        seconds: how long they took.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second; None if every program ran for the first time."""
+        return self.tokens / self.seconds if self.tokens else None
+
+    def describe(self, overall: float) -> str:
+        """Return the tokens per second with compilation, and without it."""
+        warm = "" if self.rate is None else f", {self.rate:,.1f} without compiling"
+        return f"{overall:,.1f} tokens/s{warm}"
+
+
 Watch = Callable[[Row], None]
 """Looks at a row with new tokens, and may end it."""
 
@@ -91,6 +117,7 @@ class TokenLoop:
         seed: the seed of the samples.
         max_new_tokens: the most new tokens of a row.
         chunk: the most tokens between two looks at them.
+        pace: where to note how fast they come.
     """
 
     programs: TokenPrograms
@@ -99,6 +126,7 @@ class TokenLoop:
     seed: int
     max_new_tokens: int
     chunk: int = CHUNK
+    pace: Pace = field(default_factory=Pace)
 
     def run(self, rows: Sequence[Row], watch: Watch = lambda row: None) -> None:
         """Continue rows until all have ended.
@@ -110,24 +138,33 @@ class TokenLoop:
         slots: list[Row | None] = [*rows]
         size = row_bucket(len(rows), self.programs.placement)
         slots += [None] * (size - len(rows))
-        prompts = _prompts(slots, self.programs.placement, self.programs.decoder.length)
+        decoder = self.programs.decoder
+        most = len(rows[0].prompt.tokens) if decoder.sees else decoder.length
+        prompts = _prompts(slots, self.programs.placement, most)
         cache, state, new = self.programs.start(self.weights, numbers, prompts, method=method)
         self._add(slots, new, watch)
-        steps = chunk_size(max(row.limit for row in rows) - 1, self.chunk)
+        chunk = 1 if decoder.sees else self.chunk
+        steps = chunk_size(max(row.limit for row in rows) - 1, chunk)
         while going := [n for n, row in enumerate(slots) if row is not None and not row.ended]:
             size = row_bucket(len(going), self.programs.placement)
             if size < len(slots):
                 which = going + going[:1] * (size - len(going))
                 cache, state = take(cache, state, np.array(which, np.int32))
                 slots = [*(slots[n] for n in going), *[None] * (size - len(going))]
+            known, started = (size, steps, method) in self.programs.ran, time.perf_counter()
             cache, state, new = self.programs.advance(
                 self.weights, numbers, cache=cache, rows=state, method=method, steps=steps
             )
-            self._add(slots, new, watch)
+            added = self._add(slots, new, watch)
+            if known and not decoder.sees:
+                self.pace.tokens += added
+                self.pace.seconds += time.perf_counter() - started
+            self.programs.ran.add((size, steps, method))
 
-    def _add(self, slots: Sequence[Row | None], new: NewTokens, watch: Watch) -> None:
-        """Add new tokens to the rows that go on."""
+    def _add(self, slots: Sequence[Row | None], new: NewTokens, watch: Watch) -> int:
+        """Add new tokens to the rows that go on; return how many."""
         got: NewTokens = jax.device_get(new)
+        before = sum(len(row.tokens) for row in slots if row is not None)
         for n, row in enumerate(slots):
             if row is None or row.ended:
                 continue
@@ -142,6 +179,7 @@ class TokenLoop:
                 asked = row.limit == self.max_new_tokens
                 row.ended = Ended.MAX_NEW_TOKENS if asked else Ended.CONTEXT
             watch(row)
+        return sum(len(row.tokens) for row in slots if row is not None) - before
 
 
 def _prompts(slots: Sequence[Row | None], placement: RowPlacement, most: int) -> Prompts:
@@ -160,9 +198,12 @@ def _prompts(slots: Sequence[Row | None], placement: RowPlacement, most: int) ->
     longest = max(len(row.prompt.tokens) for row in rows)
     tokens = np.zeros((count, length_bucket(longest, most)), np.int32)
     lengths = np.ones(count, np.int32)
+    source = tuple(np.stack([each] * count) for each in rows[0].prompt.source)
     for row, at in zip(rows, place, strict=False):
         lengths[at] = len(row.prompt.tokens)
         tokens[at, : lengths[at]] = row.prompt.tokens
+        for all_of_them, own in zip(source, row.prompt.source, strict=True):
+            all_of_them[at] = own
 
     def each(value: Callable[[Row], int]) -> NDArray[np.int32]:
         return np.array([0 if row is None else value(row) for row in slots], np.int32)
@@ -174,6 +215,7 @@ def _prompts(slots: Sequence[Row | None], placement: RowPlacement, most: int) ->
         limit=each(lambda row: row.limit),
         prompt=each(lambda row: row.prompt.number),
         sample=each(lambda row: row.sample),
+        source=source,
     )
 
 
@@ -181,6 +223,14 @@ def batches(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
     """Yield rows in batches."""
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
+
+
+def of_one_length(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return rows in groups whose prompts have the same length."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(len(row.prompt.tokens), []).append(row)
+    return list(found.values())
 
 
 def row_bucket(rows: int, placement: RowPlacement) -> int:

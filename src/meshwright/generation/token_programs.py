@@ -10,16 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.errors import UserError
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
-from meshwright.generation.token_decoder import (
-    Cache,
-    RecomputingDecoder,
-    TokenDecoder,
-    Weights,
-)
+from meshwright.generation.token_decoder import Cache, Source, TokenDecoder, Weights
 
 KEPT = 8
 """Models and lengths whose programs are kept."""
@@ -66,6 +60,7 @@ class Prompts(NamedTuple):
         limit: int32 [B]; 0 for a row that only fills the batch.
         prompt: int32 [B], the number of the prompt in the call.
         sample: int32 [B].
+        source: what prompts have besides their tokens, [P, …].
     """
 
     tokens: Any
@@ -74,6 +69,7 @@ class Prompts(NamedTuple):
     limit: Any
     prompt: Any
     sample: Any
+    source: Source = ()
 
 
 class TokenPrograms:
@@ -83,15 +79,19 @@ class TokenPrograms:
         decoder: computes the logits.
         placement: where rows are.
         vocabulary: V.
+        ran: the sizes and methods of calls of `advance` so far, for which it is compiled.
     """
 
     def __init__(self, decoder: TokenDecoder, placement: RowPlacement, vocabulary: int) -> None:
         self.decoder = decoder
         self.placement = placement
         self.vocabulary = vocabulary
+        self.ran: set[tuple[int, int, Method]] = set()
         self.start = jax.jit(self._start, static_argnames=("method",))
+        # What gets longer cannot be written in place.
+        donated = () if decoder.sees else ("cache", "rows")
         self.advance = jax.jit(
-            self._advance, static_argnames=("method", "steps"), donate_argnames=("cache", "rows")
+            self._advance, static_argnames=("method", "steps"), donate_argnames=donated
         )
         self.take = jax.jit(self._take)
 
@@ -100,8 +100,8 @@ class TokenPrograms:
     ) -> tuple[Cache, Rows, NewTokens]:
         """Read the prompts, and choose the first token of each row."""
         whole, divide = self.placement.whole, self.placement.rows
-        tokens, lengths = divide((prompts.tokens, prompts.lengths))
-        logits, cache = self.decoder.start(weights, tokens, lengths)
+        given = divide((prompts.tokens, prompts.lengths, prompts.source))
+        logits, cache = self.decoder.start(weights, *given)
         if prompts.place.shape != prompts.lengths.shape:
             logits, cache = jax.tree.map(lambda a: a[prompts.place], (logits, cache))
         logits, cache = divide((logits, cache))
@@ -142,6 +142,10 @@ class TokenPrograms:
             rows, new = _choose(method, numbers, logits, rows)
             return (cache, rows), new
 
+        if self.decoder.sees:
+            # Rows get longer with each token, so the next one needs another program.
+            carry, new = step((cache, rows), None)
+            return *carry, self.placement.whole(jax.tree.map(lambda a: a[None], new))
         (cache, rows), new = jax.lax.scan(step, (cache, rows), length=steps)
         return *self.placement.rows((cache, rows)), self.placement.whole(new)
 
@@ -171,21 +175,11 @@ def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tupl
     return moved, NewTokens(chosen, going)
 
 
-def _refuse_lookahead(model: nnx.Module, decoder: TokenDecoder, weights: Weights) -> None:
-    if isinstance(decoder, RecomputingDecoder) and decoder.sees_padding(weights):
-        raise UserError(
-            f"{type(model).__name__} cannot continue a text",
-            why="its logits change with later tokens, or with how many there are: "
-            f"{decoder.reason}",
-            fix="mask later positions in the model, as a decoder does",
-        )
-
-
 _kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
 
 
 def token_programs(
-    model: nnx.Module, length: int, placement: RowPlacement, vocabulary: int
+    model: nnx.Module, length: int, placement: RowPlacement, vocabulary: int, source: Source = ()
 ) -> tuple[TokenPrograms, Weights]:
     """Return the programs of a model, from an earlier call if there are any, and its weights.
 
@@ -194,21 +188,20 @@ def token_programs(
         length: the most tokens of a row.
         placement: where rows are.
         vocabulary: how many tokens the model knows.
+        source: what prompts have besides their tokens.
     """
     graphdef, state = nnx.split(model)
     weights = jax.tree.leaves(state)
-    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in weights)
+    shapes = tuple((a.shape, str(a.dtype)) for a in (*weights, *(s[:1] for s in source)))
     key = (graphdef, shapes, length, placement, jax.config.values["jax_enable_x64"])
     try:
         kept = _kept.get(key)
     except TypeError:
         # A model with attributes that have no hash.
-        decoder, weights = make_decoder(model, length)
-        _refuse_lookahead(model, decoder, weights)
+        decoder, weights = make_decoder(model, length, source)
         return TokenPrograms(decoder, placement, vocabulary), weights
     if kept is None:
-        decoder, weights = make_decoder(model, length)
-        _refuse_lookahead(model, decoder, weights)
+        decoder, weights = make_decoder(model, length, source)
         _kept[key] = kept = TokenPrograms(decoder, placement, vocabulary)
     _kept.move_to_end(key)
     while len(_kept) > KEPT:

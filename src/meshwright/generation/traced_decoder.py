@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.errors import typed_line
 from meshwright.generation.positions import NotIncremental
-from meshwright.generation.token_decoder import LogitsOf, Weights
+from meshwright.generation.token_decoder import COUNT, LogitsOf, Weights
 from meshwright.program.dims.op import primitives
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
 from meshwright.program.jaxpr.equations import (
@@ -25,9 +25,12 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
     structs_of,
 )
+from meshwright.text.units import counted
 
 SHORT = 61
 """Positions of the short program: a number that is hardly the size of another dim."""
+SHORT_CHUNKS = 5
+"""Chunks of the short program, for a model that works in chunks."""
 _SIZES = primitives(
     """
     shape new_sizes sizes limit_indices start_indices slice_sizes length padding_config padding
@@ -40,59 +43,74 @@ _UNROLLED = 256
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
+class OtherOperations(NotIncremental):
+    """A model runs other operations for another length."""
+
+
 class TracedDecoder:
-    """A model's program for rows of any length; raises `NotIncremental` if they are not alike.
+    """A model's program for rows of any length.
 
     Args:
         logits_of: the model.
         weights: the values of its variables, or arrays of their shapes.
         length: the most tokens of a row.
+        chunk: the model divides positions into chunks of so many.
 
     Attributes:
         short: the program for few positions; what is known of the program is found here.
     """
 
-    def __init__(self, logits_of: LogitsOf, weights: Weights, length: int) -> None:
-        self._logits_of = logits_of
-        self._weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
+    def __init__(self, logits_of: LogitsOf, weights: Weights, length: int, chunk: int = 1) -> None:
+        self._logits_of, self.chunk, self.num_sources = logits_of, chunk, len(logits_of.source)
+        # Programs are kept for other calls, weights are not.
+        self._weights: Any = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
         self._loops: list[bool] = []
         short = SHORT if length > SHORT else length - 1
+        if chunk > 1:
+            short = chunk * (SHORT_CHUNKS + 2 * (length == chunk * SHORT_CHUNKS))
         if short < 4:
             raise NotIncremental(f"{length} tokens are too few to tell positions from other dims")
-        self.short = self._trace(short, _Loops(short, self._loops))
+        loops = Loops(short, self._loops, chunk=chunk)
+        self.short = trace_row(logits_of, self._weights, short, loops)
         self._programs: dict[int, ClosedJaxpr] = {}
-        self.of_length(length)
 
     def of_length(self, length: int) -> ClosedJaxpr:
-        """Return the program for rows of a length."""
+        """Return the program for a length; raises `NotIncremental` if it is another one."""
         if length not in self._programs:
-            program = self._trace(length, _Loops(length, self._loops, again=True))
+            loops = Loops(length, self._loops, again=True)
+            program = trace_row(self._logits_of, self._weights, length, loops)
             _compare(self.short, program)
             self._programs[length] = program
         return self._programs[length]
 
-    def _trace(self, length: int, loops: _Loops) -> ClosedJaxpr:
-        structs = [*self._weights, jax.ShapeDtypeStruct((1, length), jnp.int32)]
-        try:
-            traced = jax.make_jaxpr(lambda *args: self._logits_of(args[:-1], args[-1]))(*structs)
-        except Exception as error:
-            said = f"called with {length} tokens, the model raises {typed_line(error)}"
-            raise NotIncremental(said) from error
-        inlined = Evaluator((_inline, loops)).run
-        return jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
+
+def trace_row(logits_of: LogitsOf, weights: Weights, length: int, loops: Loops) -> ClosedJaxpr:
+    """Return a model's program for one row, without calls and short loops."""
+    structs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in (*weights, *logits_of.source)]
+    structs.append(jax.ShapeDtypeStruct((1, length), jnp.int32))
+    try:
+        traced = jax.make_jaxpr(lambda *args: logits_of(args[:-1], args[-1]))(*structs)
+    except Exception as error:
+        said = f"called with {counted(length, 'token')}, the model raises {typed_line(error)}"
+        raise NotIncremental(said) from error
+    inlined = Evaluator((_inline, loops)).run
+    return jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
 
 
-class _Loops:
+class Loops:
     """Unrolls loops over anything but positions, such as a model's blocks.
 
     Args:
         length: the number of positions.
         found: for each loop in order, whether it is unrolled; filled by the first trace.
         again: whether to do as the first trace did.
+        chunk: loops over chunks of so many positions are over positions.
     """
 
-    def __init__(self, length: int, found: list[bool], *, again: bool = False) -> None:
-        self._length, self._found = length, found
+    def __init__(
+        self, length: int, found: list[bool], *, again: bool = False, chunk: int = 1
+    ) -> None:
+        self._over, self._found = (length, length // chunk), found
         self._again = iter(list(found)) if again else None
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
@@ -100,7 +118,7 @@ class _Loops:
         if eqn.primitive.name != "scan":
             return None
         count = eqn.params["length"]
-        unrolled = count != self._length and count <= _UNROLLED
+        unrolled = count not in self._over and count <= _UNROLLED
         if self._again is None:
             self._found.append(unrolled)
         else:
@@ -131,15 +149,15 @@ def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
 
 def _compare(short: ClosedJaxpr, long: ClosedJaxpr) -> None:
     if len(short.jaxpr.eqns) != len(long.jaxpr.eqns):
-        raise NotIncremental("the model runs other operations for another number of tokens")
+        raise OtherOperations("the model runs other operations for another number of tokens")
     names: dict[Var, Var] = {}
     for one, other in zip(short.jaxpr.eqns, long.jaxpr.eqns, strict=True):
         if not _alike(one, other, names):
-            raise NotIncremental.at(one, "depends on the number of tokens")
+            raise NotIncremental.by(one, COUNT)
         names.update(zip(one.outvars, other.outvars, strict=True))
     for one, other in zip(short.consts, long.consts, strict=True):
         if not _same_start(np.asarray(one), np.asarray(other)):
-            raise NotIncremental("a constant of the model depends on the number of tokens")
+            raise NotIncremental(f"the model has a constant that {COUNT}")
 
 
 def _alike(one: Equation, other: Equation, names: Mapping[Var, Var]) -> bool:

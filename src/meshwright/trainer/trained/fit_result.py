@@ -199,7 +199,7 @@ class FitResult:
         given, function = prediction_inputs(data, fn, self.programs.batch_like)
         return predict(self.programs, self.state, given, function)
 
-    def generate(self, prompts: Any, **settings: Any) -> Generated:
+    def generate(self, prompts: Any = (), **settings: Any) -> Generated:
         """Continue prompts with the trained model, on the mesh that it was trained on.
 
         Args:
