@@ -30,6 +30,7 @@ def largest_difference(model, vocabulary, length):
     whole = np.asarray(jax.jit(jax.vmap(lambda row: logits_of(weights, row[None])[0]))(tokens))
     lengths = np.array([5, 9, 2], np.int32)
     prompts = np.where(np.arange(PROMPT) < lengths[:, None], tokens[:, :PROMPT], 7)
+    weights = decoder.prepare(weights)
     logits, cache = jax.jit(decoder.start)(weights, prompts.astype(np.int32), lengths)
     worst = abs(np.asarray(logits) - whole[range(3), lengths - 1]).max()
     step = jax.jit(decoder.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +33,7 @@ from meshwright.generation.token_loop import (
     batches,
     length_bucket,
 )
-from meshwright.generation.token_programs import token_programs
+from meshwright.generation.token_programs import remembered, token_programs
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.runtime.activity import activity
@@ -116,6 +117,7 @@ class Generator:
         batch_size: rows at a time.
         context: the most tokens of a row.
         placement: where rows are.
+        compute_dtype: what modules exchange instead of float32; None for what the model says.
         remarks: what the user should know.
         notes: what else turned out while generating.
     """
@@ -130,13 +132,14 @@ class Generator:
     batch_size: int = 64
     context: int = UNLIMITED
     placement: RowPlacement = field(default_factory=RowPlacement)
+    compute_dtype: Any = None
     remarks: tuple[str, ...] = ()
     notes: set[str] = field(default_factory=set[str])
 
     @cached_property
     def vocabulary(self) -> int:
         """How many tokens the model knows; refuses a model that is no decoder."""
-        return vocabulary_of(self.model, min(8, self.context))
+        return vocabulary_of(self.model, min(8, self.context), self.compute_dtype)
 
     def __call__(
         self, prompts: Sequence[Prompt], on_piece: OnPiece | None = None, chunk: int | None = None
@@ -155,16 +158,21 @@ class Generator:
         ]
         watch = TextWatch(self.text, self.stops, self.sampling.stop_tokens, on_piece)
         chunk = chunk or (CHUNK if on_piece is None else STREAMED_CHUNK)
+        where = self.placement, self.vocabulary, self.compute_dtype
+        prepared: tuple[Any, Any] = (None, None)
         for some in batches(rows, self.batch_size):
             need = max(len(row.prompt.tokens) + row.limit for row in some)
-            length = length_bucket(need, self.context)
-            programs, weights = token_programs(self.model, length, self.placement, self.vocabulary)
+            programs, weights = token_programs(
+                self.model, length_bucket(need, self.context), *where
+            )
+            if programs is not prepared[0]:
+                prepared = programs, programs.decoder.prepare(weights)
             if reason := programs.decoder.reason:
                 self.notes.add(f"all earlier tokens are read again for each new one: {reason}")
             loop = TokenLoop(
-                programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk
+                programs, prepared[1], self.sampling, self.seed, self.max_new_tokens, chunk
             )
-            loop.run(some, watch)
+            loop.run(some, watch, may_stop=bool(self.stops or self.sampling.stop_tokens))
         return rows
 
     def read(self, prompts: Prompts) -> list[Prompt]:
@@ -325,6 +333,7 @@ def make_generator(
         batch_size=batch_size,
         context=context,
         placement=placement,
+        compute_dtype=half_precision(dtype),
         remarks=tuple(filter(None, (*remarks, remark))),
     )
 
@@ -347,10 +356,26 @@ def context_of(model: Any) -> int:
     return min((each for each in found if isinstance(each, int)), default=UNLIMITED)
 
 
-def vocabulary_of(model: nnx.Module, length: int) -> int:
+def half_precision(dtype: Any) -> Any:
+    """Return a dtype that is computed in as in training; None for others, as weights alone are."""
+    return jnp.dtype(dtype) if dtype is not None and jnp.dtype(dtype).itemsize == 2 else None
+
+
+_vocabularies: OrderedDict[Any, int] = OrderedDict()
+
+
+def vocabulary_of(model: nnx.Module, length: int, compute_dtype: Any = None) -> int:
     """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
+
+    def find() -> int:
+        return _find_vocabulary(model, length, compute_dtype)
+
+    return remembered(_vocabularies, model, (length, compute_dtype), find)
+
+
+def _find_vocabulary(model: nnx.Module, length: int, compute_dtype: Any) -> int:
     fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
-    logits_of, weights = split_model(model)
+    logits_of, weights = split_model(model, compute_dtype)
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
     try:
         found: Any = jax.eval_shape(logits_of, weights, tokens)

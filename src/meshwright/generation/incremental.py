@@ -14,6 +14,7 @@ from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows, row_rule
 from meshwright.generation.token_decoder import Cache, Weights
 from meshwright.generation.traced_decoder import TracedDecoder
+from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
@@ -40,9 +41,26 @@ class IncrementalDecoder:
 
     def __init__(self, traced: TracedDecoder, length: int) -> None:
         self.length, self.traced = length, traced
-        self.plan = plan_rows(Positions(traced.short))
+        fixed = traced.fixed(length)
+        self.plan = plan_rows(Positions(traced.short), fixed)
+        weights = set(traced.short.jaxpr.invars)
+        self._made = [v for v in self.plan.prepared if v not in weights]
+        self._make = jax.jit(self._evaluate)
         self.orders = {v: stored_order(self.plan, v, dim) for v, dim in self.plan.kept.items()}
         """By kept variable, the order of its dims in the cache."""
+
+    def prepare(self, weights: Weights) -> Weights:
+        """Compute what all tokens share; see `TokenDecoder`."""
+        given = dict(zip(self.traced.short.jaxpr.invars, weights, strict=False))
+        given.update(zip(self._made, self._make(weights) if self._made else [], strict=True))
+        return [given[variable] for variable in self.plan.prepared]
+
+    def _evaluate(self, weights: Weights) -> list[Value]:
+        closed = self.traced.short
+        values: dict[Var, Value] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values.update(zip(closed.jaxpr.invars, weights, strict=False))
+        Evaluator().extend(values, needed_equations(closed.jaxpr.eqns, self._made))
+        return [values[variable] for variable in self._made]
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
@@ -87,6 +105,24 @@ def _lengthened(value: Array, dim: int, length: int) -> Array:
     return jnp.pad(value, room)
 
 
+def _with_row(cache: Array, row: Array, position: Array, dim: int) -> Array:
+    """Return a cache with one more row.
+
+    Rows of a batch have positions of their own. Slices updated for each would be a scatter of
+    blocks, before which GPUs transpose the whole cache; this is one of vectors, in place.
+    """
+    lead = cache.shape[:dim]
+    at = [jax.lax.broadcasted_iota(position.dtype, lead, d) for d in range(dim)]
+    where = cache.at[(*at, jnp.broadcast_to(position, lead))]
+    return where.set(
+        row.squeeze(dim),
+        unique_indices=True,
+        indices_are_sorted=True,
+        mode="promise_in_bounds",
+        wrap_negative_indices=False,
+    )
+
+
 class _Rows:
     """One evaluation of new rows; variables are those of the short program."""
 
@@ -107,7 +143,7 @@ class _Rows:
         self._states: list[list[Value]] = []
         short = decoder.traced.short.jaxpr
         self._give(short.constvars, program.consts)
-        self._give(short.invars[:-1], weights)
+        self._give(self._plan.prepared, weights)
         given = short.invars[-1]
         self._values[given, (1, True)] = tokens[None]
         if given in self._plan.kept:
@@ -121,6 +157,8 @@ class _Rows:
                 self._run_loop(eqn, long)
                 continue
             for number, variable in enumerate(eqn.outvars):
+                if (variable, WHOLE) in self._values:
+                    continue
                 for need in self._to_compute(variable):
                     self._values[variable, need] = self._compute(eqn, long, number, need)
                 if variable in self._plan.kept:
@@ -156,9 +194,10 @@ class _Rows:
         row = jnp.transpose(row, order)
         if self._cache is None:
             before = jnp.zeros([aval_of(long).shape[d] for d in order], row.dtype)
+            new = jax.lax.dynamic_update_slice_in_dim(before, row, self._rows.start, dim)
         else:
             before = self._cache["rows"][list(self._plan.kept).index(variable)]
-        new = jax.lax.dynamic_update_slice_in_dim(before, row, self._rows.start, dim)
+            new = _with_row(before, row, self._rows.start, dim)
         self._new[variable] = new
         self._values[variable, WHOLE] = jnp.transpose(
             new, [order.index(d) for d in range(new.ndim)]
@@ -171,6 +210,8 @@ class _Rows:
             return self._values[atom, need]
         dim, every = need
         if not every and (atom, (dim, True)) in self._values:
+            if self._rows.count == 1:
+                return self._values[atom, (dim, True)]
             inside = Rows(self._last - self._rows.start, 1)
             return inside.of(self._values[atom, (dim, True)], dim)
         return self._chosen(every).of(self._values[atom, WHOLE], dim)

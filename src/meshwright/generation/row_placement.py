@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.mesh.axes import BATCH_AXES, resolve_alias
+from meshwright.mesh.axes import BATCH_AXES, TENSOR, resolve_alias
 from meshwright.text.units import human_bytes
 
 FREE_SHARE = 0.7
@@ -43,6 +43,12 @@ class RowPlacement:
         """Into how many parts rows are divided."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[a] for a in self._row_axes)
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether weights may be divided."""
+        shape = {} if self.mesh is None else self.mesh.shape
+        return any(size > 1 for name, size in shape.items() if resolve_alias(name) == TENSOR)
+
     def rows(self, tree: Tree) -> Tree:
         """Constrain dim 0 of every array; the others stay as the weights' sharding leads to."""
         mesh = self.mesh
@@ -64,6 +70,11 @@ class RowPlacement:
             else jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
         )
 
+    def put(self, tree: Tree) -> Tree:
+        """Return arrays of the host on every device."""
+        where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        return jax.device_put(tree, where)
+
     def model(self, model: nnx.Module, dtype: Any = None) -> tuple[nnx.Module, str]:
         """Return a model with its weights gathered over all axes but tensor, and cast.
 
@@ -82,13 +93,13 @@ class RowPlacement:
         remark = self._too_large(weights, dtypes, shardings)
         if remark:
             shardings = [weight.sharding for weight in weights]
-        if self.mesh is None:
-            placed = _cast_all(dtypes, weights)
-        else:
+        placed = weights
+        if self.mesh is not None:
             devices = set(self.mesh.devices.flat)
             elsewhere = any(w.sharding.device_set != devices for w in weights)
-            given = jax.device_put(weights, shardings) if elsewhere else weights
-            placed = jax.jit(partial(_cast_all, dtypes), out_shardings=shardings)(given)
+            placed = jax.device_put(weights, shardings) if elsewhere else weights
+        if any(_changes(*each) for each in zip(placed, dtypes, shardings, strict=True)):
+            placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
         return nnx.merge(graphdef, jax.tree.unflatten(tree, placed)), remark
 
     def _gathered(self, weight: Array) -> NamedSharding | None:
@@ -127,11 +138,20 @@ def placement_of(weights: Sequence[Array], mesh: Mesh | None = None) -> RowPlace
 def _over_tensor(axes: Any) -> Any:
     """Return what is left of a dim's axes without those of rows and stages."""
     names = (axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple) else ()
-    return tuple(name for name in names if resolve_alias(name) == "tensor") or None
+    return tuple(name for name in names if resolve_alias(name) == TENSOR) or None
 
 
-def _cast_all(dtypes: Sequence[Any], weights: Sequence[Array]) -> list[Array]:
-    return [w if w.dtype == d else w.astype(d) for w, d in zip(weights, dtypes, strict=True)]
+def _changes(weight: Array, dtype: Any, sharding: Any) -> bool:
+    return weight.dtype != dtype or (sharding is not None and weight.sharding != sharding)
+
+
+@partial(jax.jit, static_argnames=("dtypes", "shardings"))
+def _cast_all(
+    weights: Sequence[Array], *, dtypes: tuple[Any, ...], shardings: tuple[Any, ...]
+) -> list[Array]:
+    cast = [w if w.dtype == d else w.astype(d) for w, d in zip(weights, dtypes, strict=True)]
+    pairs = zip(cast, shardings, strict=True)
+    return [w if s is None else jax.lax.with_sharding_constraint(w, s) for w, s in pairs]
 
 
 def _cast(own: Any, asked: Any) -> Any:

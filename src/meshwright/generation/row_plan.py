@@ -8,7 +8,7 @@ are needed for the last row of a prompt only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
@@ -23,6 +23,8 @@ Need = tuple[int, bool]
 
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type"})
 """Operations that are cheaper to repeat than their results are to keep."""
+_FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "transpose"})
+"""Operations that become part of the one that reads their result; it would only take memory."""
 _OF_PAIRS = ELEMENTWISE | {
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "dot_general",
     "reduce_sum", "reduce_max", "argmax",
@@ -41,12 +43,15 @@ class RowPlan:
         needs: by variable, what is needed of it.
         kept: by variable in the cache, its dim of positions.
         carried: the loops over positions, whose states are in the cache.
+        prepared: values that are the same for all tokens and lengths: weights, and what is made of
+            weights alone.
     """
 
     positions: Positions
     needs: dict[Var, set[Need]] = field(default_factory=dict[Var, set[Need]])
     kept: dict[Var, int] = field(default_factory=dict[Var, int])
     carried: list[Equation] = field(default_factory=list[Equation])
+    prepared: list[Var] = field(default_factory=list[Var])
 
     def need(self, atom: Atom, *needs: Need) -> None:
         """Note that something is needed of a value."""
@@ -54,8 +59,13 @@ class RowPlan:
             self.needs.setdefault(atom, set()).update(needs)
 
 
-def plan_rows(positions: Positions) -> RowPlan:
-    """Plan how the logits of the next token are computed; raises `NotIncremental`."""
+def plan_rows(positions: Positions, fixed: Collection[Var] = ()) -> RowPlan:
+    """Plan how the logits of the next token are computed; raises `NotIncremental`.
+
+    Args:
+        positions: what is known of the program.
+        fixed: the values that are the same for all tokens and lengths.
+    """
     plan = RowPlan(positions)
     (logits,) = positions.jaxpr.outvars[:1]
     dims = positions.of(logits)
@@ -66,9 +76,13 @@ def plan_rows(positions: Positions) -> RowPlan:
     plan.need(logits, (1, False))
     for eqn in reversed(positions.jaxpr.eqns):
         for number, variable in enumerate(eqn.outvars):
+            if variable in fixed and variable in plan.needs and eqn.primitive.name not in _FREE:
+                plan.prepared.append(variable)
+                continue
             for need in _resolved(plan, eqn, number, variable):
                 _pass_on(plan, eqn, number, need)
-    tokens = positions.jaxpr.invars[-1]
+    *weights, tokens = positions.jaxpr.invars
+    plan.prepared += [variable for variable in weights if variable in plan.needs]
     if WHOLE in plan.needs.get(tokens, ()):
         plan.kept[tokens] = 1
     return plan
@@ -121,9 +135,12 @@ def stored_order(plan: RowPlan, variable: Var, dim: int) -> tuple[int, ...]:
     A product is fastest if the dims that it is repeated over come first, then positions.
     """
     first: Sequence[int] = ()
+    same = {variable}
     for eqn in plan.positions.jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and variable in eqn.invars:
-            first = eqn.params["dimension_numbers"][1][list(eqn.invars).index(variable)]
+        if eqn.primitive.name == "convert_element_type" and same.intersection(eqn.invars):
+            same.update(eqn.outvars)
+        if eqn.primitive.name == "dot_general" and (read := same.intersection(eqn.invars)):
+            first = eqn.params["dimension_numbers"][1][list(eqn.invars).index(read.pop())]
     if dim in first:
         first = ()
     rest = [d for d in range(len(aval_of(variable).shape)) if d not in (*first, dim)]

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from meshwright.program.trace.precision_policy import follow_policy
+from meshwright.program.trace.scopes import module_scopes
+
 Weights = Sequence[Array]
 """The values of a model's variables, in a decoder's order."""
 Cache = Any
@@ -20,7 +23,7 @@ LogitsOf = Callable[[Weights, Array], Array]
 
 
 class TokenDecoder(Protocol):
-    """Computes the logits of the next token; both methods can be traced.
+    """Computes the logits of the next token; `start` and `step` can be traced.
 
     Attributes:
         length: the most tokens of a row, prompt and continuation together.
@@ -37,11 +40,15 @@ class TokenDecoder(Protocol):
         """Why nothing is kept."""
         ...
 
+    def prepare(self, weights: Weights) -> Weights:
+        """Return what the other methods take as weights, from the values of the variables."""
+        ...
+
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts.
 
         Args:
-            weights: the values of the model's variables.
+            weights: from `prepare`.
             tokens: int32 [B, P], each row padded at its end.
             lengths: int32 [B], the tokens of each row without padding, at least one.
 
@@ -56,7 +63,7 @@ class TokenDecoder(Protocol):
         """Read one more token of each row.
 
         Args:
-            weights: the values of the model's variables.
+            weights: from `prepare`.
             cache: from the last call.
             tokens: int32 [B].
             positions: int32 [B], where they stand in their rows.
@@ -80,6 +87,10 @@ class RecomputingDecoder:
     logits_of: LogitsOf
     length: int
     reason: str
+
+    def prepare(self, weights: Weights) -> Weights:
+        """Return the weights; see `TokenDecoder`."""
+        return weights
 
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
@@ -114,8 +125,14 @@ class RecomputingDecoder:
         return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
 
 
-def split_model(model: nnx.Module) -> tuple[LogitsOf, list[Array]]:
-    """Return a model in evaluation mode as a function of its weights, and the weights."""
+def split_model(model: nnx.Module, compute_dtype: Any = None) -> tuple[LogitsOf, list[Array]]:
+    """Return a model in evaluation mode as a function of its weights, and the weights.
+
+    Args:
+        model: the model.
+        compute_dtype: what modules exchange instead of float32, as in training; None for what
+            the model says. The logits are float32 then.
+    """
     graphdef, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
 
@@ -123,6 +140,8 @@ def split_model(model: nnx.Module) -> tuple[LogitsOf, list[Array]]:
         # A copy per call, because a call may change the model, such as counters of random streams.
         copied = nnx.merge(graphdef, jax.tree.unflatten(tree, list(weights)), copy=True)
         copied.eval()
-        return copied(tokens)
+        follow_policy(copied, compute_dtype)
+        with module_scopes(copied, compute_dtype):
+            return copied(tokens)
 
     return logits_of, leaves

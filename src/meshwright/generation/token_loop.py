@@ -100,30 +100,47 @@ class TokenLoop:
     max_new_tokens: int
     chunk: int = CHUNK
 
-    def run(self, rows: Sequence[Row], watch: Watch = lambda row: None) -> None:
+    def run(
+        self, rows: Sequence[Row], watch: Watch = lambda row: None, *, may_stop: bool = True
+    ) -> None:
         """Continue rows until all have ended.
 
         A batch runs at most 2 + log2(rows) programs of the model.
+
+        Args:
+            rows: the rows.
+            watch: looks at rows with new tokens.
+            may_stop: whether rows may end before their limits. If not, devices go on with the next
+                tokens while the last ones are looked at.
         """
-        numbers = self.sampling.numbers(self.programs.vocabulary, self.seed)
-        method, take = self.sampling.method, self.programs.take
-        slots: list[Row | None] = [*rows]
-        size = row_bucket(len(rows), self.programs.placement)
-        slots += [None] * (size - len(rows))
-        prompts = _prompts(slots, self.programs.placement, self.programs.decoder.length)
-        cache, state, new = self.programs.start(self.weights, numbers, prompts, method=method)
-        self._add(slots, new, watch)
-        steps = chunk_size(max(row.limit for row in rows) - 1, self.chunk)
-        while going := [n for n, row in enumerate(slots) if row is not None and not row.ended]:
-            size = row_bucket(len(going), self.programs.placement)
+        programs, method = self.programs, self.sampling.method
+        numbers = programs.placement.put(self.sampling.numbers(programs.vocabulary, self.seed))
+        size = row_bucket(len(rows), programs.placement)
+        slots: list[Row | None] = [*rows, *[None] * (size - len(rows))]
+        prompts = _prompts(slots, programs.placement, programs.decoder.length)
+        cache, state, new = programs.start(self.weights, numbers, prompts, method=method)
+        unread = [(slots, new)]
+        left = [0 if row is None else row.limit - 1 for row in slots]
+        steps = chunk_size(max(left), self.chunk)
+        while True:
+            while len(unread) > (0 if may_stop else 1):
+                self._add(*unread.pop(0), watch)
+            going = [n for n, row in enumerate(slots) if row and not row.ended and left[n] > 0]
+            if not going:
+                break
+            size = row_bucket(len(going), programs.placement)
             if size < len(slots):
                 which = going + going[:1] * (size - len(going))
-                cache, state = take(cache, state, np.array(which, np.int32))
+                cache, state = programs.take(cache, state, np.array(which, np.int32))
                 slots = [*(slots[n] for n in going), *[None] * (size - len(going))]
-            cache, state, new = self.programs.advance(
+                left = [*(left[n] for n in going), *[0] * (size - len(going))]
+            cache, state, new = programs.advance(
                 self.weights, numbers, cache=cache, rows=state, method=method, steps=steps
             )
-            self._add(slots, new, watch)
+            unread.append((slots, new))
+            left = [count - steps for count in left]
+        for each in unread:
+            self._add(*each, watch)
 
     def _add(self, slots: Sequence[Row | None], new: NewTokens, watch: Watch) -> None:
         """Add new tokens to the rows that go on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from meshwright.generation.token_decoder import (
 
 KEPT = 8
 """Models and lengths whose programs are kept."""
+Kept = TypeVar("Kept")
 
 
 class Rows(NamedTuple):
@@ -185,7 +186,11 @@ _kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
 
 
 def token_programs(
-    model: nnx.Module, length: int, placement: RowPlacement, vocabulary: int
+    model: nnx.Module,
+    length: int,
+    placement: RowPlacement,
+    vocabulary: int,
+    compute_dtype: Any = None,
 ) -> tuple[TokenPrograms, Weights]:
     """Return the programs of a model, from an earlier call if there are any, and its weights.
 
@@ -194,23 +199,41 @@ def token_programs(
         length: the most tokens of a row.
         placement: where rows are.
         vocabulary: how many tokens the model knows.
+        compute_dtype: what modules exchange instead of float32; None for what the model says.
+    """
+
+    def make() -> TokenPrograms:
+        # Joined along a dim that tensor divides, weights would have to be sent.
+        decoder, weights = make_decoder(
+            model, length, compute_dtype=compute_dtype, join_weights=not placement.divides_weights
+        )
+        _refuse_lookahead(model, decoder, weights)
+        return TokenPrograms(decoder, placement, vocabulary)
+
+    weights = jax.tree.leaves(nnx.state(model))
+    return remembered(_kept, model, (length, placement, compute_dtype), make), weights
+
+
+def remembered(kept: OrderedDict[Any, Kept], model: nnx.Module, more: Any, make: Any) -> Kept:
+    """Return what was made for a model of the same structure and shapes, or make it.
+
+    Args:
+        kept: what was made, the last used last.
+        model: the model.
+        more: what else it depends on.
+        make: makes it.
     """
     graphdef, state = nnx.split(model)
-    weights = jax.tree.leaves(state)
-    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in weights)
-    key = (graphdef, shapes, length, placement, jax.config.values["jax_enable_x64"])
+    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state))
+    key = (graphdef, shapes, more, jax.config.values["jax_enable_x64"])
     try:
-        kept = _kept.get(key)
+        known = key in kept
     except TypeError:
         # A model with attributes that have no hash.
-        decoder, weights = make_decoder(model, length)
-        _refuse_lookahead(model, decoder, weights)
-        return TokenPrograms(decoder, placement, vocabulary), weights
-    if kept is None:
-        decoder, weights = make_decoder(model, length)
-        _refuse_lookahead(model, decoder, weights)
-        _kept[key] = kept = TokenPrograms(decoder, placement, vocabulary)
-    _kept.move_to_end(key)
-    while len(_kept) > KEPT:
-        _kept.popitem(last=False)
-    return kept, weights
+        return make()
+    if not known:
+        kept[key] = make()
+    kept.move_to_end(key)
+    while len(kept) > KEPT:
+        kept.popitem(last=False)
+    return kept[key]

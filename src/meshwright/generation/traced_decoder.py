@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.errors import typed_line
 from meshwright.generation.positions import NotIncremental
+from meshwright.generation.shared_operands import share_operands
 from meshwright.generation.token_decoder import LogitsOf, Weights
 from meshwright.program.dims.op import primitives
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
@@ -22,6 +23,7 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Value,
     Var,
+    aval_of,
     scan_counts,
     structs_of,
 )
@@ -47,13 +49,16 @@ class TracedDecoder:
         logits_of: the model.
         weights: the values of its variables, or arrays of their shapes.
         length: the most tokens of a row.
+        join_weights: whether weights of one input may be concatenated.
 
     Attributes:
         short: the program for few positions; what is known of the program is found here.
     """
 
-    def __init__(self, logits_of: LogitsOf, weights: Weights, length: int) -> None:
-        self._logits_of = logits_of
+    def __init__(
+        self, logits_of: LogitsOf, weights: Weights, length: int, *, join_weights: bool = True
+    ) -> None:
+        self._logits_of, self._join_weights = logits_of, join_weights
         self._weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
         self._loops: list[bool] = []
         short = SHORT if length > SHORT else length - 1
@@ -71,6 +76,19 @@ class TracedDecoder:
             self._programs[length] = program
         return self._programs[length]
 
+    def fixed(self, length: int) -> set[Var]:
+        """Return the variables of the short program that do not depend on tokens or the length."""
+        short, long = self.short.jaxpr, self.of_length(length).jaxpr
+        found = set(short.invars[:-1])
+        pairs = zip(short.constvars, long.constvars, strict=True)
+        found.update(a for a, b in pairs if aval_of(a).shape == aval_of(b).shape)
+        for eqn, other in zip(short.eqns, long.eqns, strict=True):
+            known = all(isinstance(a, Literal) or a in found for a in eqn.invars)
+            results = zip(eqn.outvars, other.outvars, strict=True)
+            if known and all(aval_of(a).shape == aval_of(b).shape for a, b in results):
+                found.update(eqn.outvars)
+        return found
+
     def _trace(self, length: int, loops: _Loops) -> ClosedJaxpr:
         structs = [*self._weights, jax.ShapeDtypeStruct((1, length), jnp.int32)]
         try:
@@ -79,7 +97,8 @@ class TracedDecoder:
             said = f"called with {length} tokens, the model raises {typed_line(error)}"
             raise NotIncremental(said) from error
         inlined = Evaluator((_inline, loops)).run
-        return jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
+        flat = jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
+        return share_operands(flat, join_weights=self._join_weights)
 
 
 class _Loops:

@@ -1,0 +1,216 @@
+"""Products that share an operand: weights of one input are joined, repeated keys are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.program.evaluate.dependencies import dependent_variables, needed_equations
+from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.jaxpr.equations import (
+    REARRANGES,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Value,
+    Var,
+    aval_of,
+    bind,
+    structs_of,
+)
+
+_OF_WEIGHTS = REARRANGES - {"broadcast_in_dim", "dynamic_slice"} | {"convert_element_type"}
+"""Operations after which a weight is still one."""
+
+
+def share_operands(closed: ClosedJaxpr, *, join_weights: bool) -> ClosedJaxpr:
+    """Return a program that computes the same with fewer products, and smaller operands.
+
+    A step of one token takes as long as reading weights and caches, and starting operations. So an
+    input is multiplied with all of its weights at once, heads that share a key read it once instead
+    of a copy for each, and half-precision keys are not widened before a product.
+
+    Args:
+        closed: the program; its last input is the tokens, the others are weights.
+        join_weights: whether weights may be concatenated.
+    """
+    makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
+    groups = _groups(closed, makers) if join_weights else []
+    rules = [_Joined(closed, group) for group in groups]
+
+    def narrow(eqn: Equation, env: Environment) -> list[Value] | None:
+        return _narrow(eqn, env, makers)
+
+    def unrepeat(eqn: Equation, env: Environment) -> list[Value] | None:
+        return _unrepeat(eqn, env, makers)
+
+    run = Evaluator((*rules, unrepeat, narrow)).run
+    return jax.make_jaxpr(lambda *args: run(closed, args))(*structs_of(closed.jaxpr.invars))
+
+
+class _Joined:
+    """Computes the products of one input with several weights as one."""
+
+    def __init__(self, closed: ClosedJaxpr, group: Sequence[tuple[Equation, int]]) -> None:
+        self._eqns = [eqn for eqn, _ in group]
+        self._side = group[0][1]
+        self._ahead = needed_equations(closed.jaxpr.eqns, [e.invars[self._side] for e in self._eqns])
+        self._results: list[Value] = []
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Return the result of one of the products."""
+        number = next((n for n, own in enumerate(self._eqns) if own is eqn), None)
+        if number is None:
+            return None
+        if number == 0:
+            self._results = self._all(eqn, env)
+        return [self._results[number]]
+
+    def _all(self, eqn: Equation, env: Environment) -> list[Value]:
+        env.evaluator.extend(env.values, self._ahead)
+        weights = [env.value(own.invars[self._side]) for own in self._eqns]
+        free = _free(eqn, self._side)[0]
+        operands = env.operands(eqn)
+        operands[self._side] = jnp.concatenate(weights, axis=free)
+        (product,) = bind(eqn, operands)
+        dim = len(_free(eqn, 0)) if self._side else 0
+        results: list[Value] = []
+        start = 0
+        for weight in weights:
+            end = start + weight.shape[free]
+            results.append(jax.lax.slice_in_dim(product, start, end, axis=dim))
+            start = end
+        return results
+
+
+def _groups(
+    closed: ClosedJaxpr, makers: Mapping[Var, Equation]
+) -> list[list[tuple[Equation, int]]]:
+    """Return the products of each input with weights of one form, if there are several."""
+    jaxpr = closed.jaxpr
+    of_tokens = dependent_variables(jaxpr.eqns, [jaxpr.invars[-1]])
+    found: dict[Any, list[tuple[Equation, int]]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][1] != ((), ()):
+            continue
+        for side, weight in enumerate(eqn.invars):
+            given = eqn.invars[1 - side]
+            if given not in of_tokens or not _is_weight(weight, jaxpr.invars[:-1], makers):
+                continue
+            free = _free(eqn, side)
+            shape = list(aval_of(weight).shape)
+            if free:
+                shape[free[0]] = -1
+                key = (given, side, str(eqn.params), tuple(shape), aval_of(weight).dtype)
+                found.setdefault(key, []).append((eqn, side))
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _is_weight(atom: Atom, weights: Sequence[Var], makers: Mapping[Var, Equation]) -> bool:
+    while not isinstance(atom, Literal) and atom in makers:
+        if makers[atom].primitive.name not in _OF_WEIGHTS:
+            return False
+        atom = makers[atom].invars[0]
+    return atom in weights
+
+
+def _free(eqn: Equation, side: int) -> list[int]:
+    """Return the dims of an operand that are neither summed nor those of a batch."""
+    sums, batch = eqn.params["dimension_numbers"]
+    used = (*sums[side], *batch[side])
+    return [d for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]
+
+
+def _narrow(eqn: Equation, env: Environment, makers: Mapping[Var, Equation]) -> list[Value] | None:
+    """Multiply half-precision operands that were widened as what they were: sums stay wide."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    sources = [_before_widening(atom, makers) for atom in eqn.invars]
+    if any(source is None for source in sources) or len({aval_of(s).dtype for s in sources}) > 1:
+        return None
+    params = {**eqn.params, "preferred_element_type": aval_of(eqn.outvars[0]).dtype}
+    return bind(eqn.replace(params=params), [env.value(s) for s in sources if s is not None])
+
+
+def _before_widening(atom: Atom, makers: Mapping[Var, Equation]) -> Var | None:
+    eqn = None if isinstance(atom, Literal) else makers.get(atom)
+    if eqn is None or eqn.primitive.name != "convert_element_type":
+        return None
+    (source,) = eqn.invars
+    half = not isinstance(source, Literal) and aval_of(source).dtype in (jnp.bfloat16, jnp.float16)
+    return source if half and aval_of(atom).dtype == jnp.float32 else None
+
+
+def _unrepeat(
+    eqn: Equation, env: Environment, makers: Mapping[Var, Equation]
+) -> list[Value] | None:
+    """Multiply with an operand whose elements are repeated along a dim of the batch, unrepeated."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    (sums, batch), sides = eqn.params["dimension_numbers"], (0, 1)
+    for side in sides:
+        found = _source(eqn.invars[side], env, makers)
+        if found is None or found[1] not in batch[side]:
+            continue
+        value, dim = found
+        count = value.shape[dim]
+        other, place = 1 - side, batch[side].index(dim)
+        split = batch[other][place]
+        operands = env.operands(eqn)
+        given = operands[other]
+        shape = given.shape
+        operands[other] = given.reshape(*shape[:split], count, -1, *shape[split + 1 :])
+        operands[side] = value
+
+        def moved(dims: Sequence[int], split: int = split) -> tuple[int, ...]:
+            return tuple(d + (d > split) for d in dims)
+
+        numbers = tuple(
+            tuple(moved(dims) if s == other else tuple(dims) for s, dims in zip(sides, pair))
+            for pair in (sums, batch)
+        )
+        params = {**eqn.params, "dimension_numbers": numbers, "out_sharding": None}
+        product = jax.lax.dot_general_p.bind(*operands, **params)
+        group = len(batch[side]) + sorted((*moved(_free(eqn, other)), split + 1)).index(split + 1)
+        group += len(_free(eqn, side)) if side == 0 else 0
+        return [jnp.moveaxis(product, group, place + 1).reshape(aval_of(eqn.outvars[0]).shape)]
+    return None
+
+
+def _source(
+    atom: Atom, env: Environment, makers: Mapping[Var, Equation]
+) -> tuple[Value, int] | None:
+    """Return a value before each element was repeated along a dim, and the dim; None if not."""
+    after: list[Equation] = []
+    while not isinstance(atom, Literal) and (eqn := makers.get(atom)) is not None:
+        if eqn.primitive.name == "reshape":
+            break
+        if eqn.primitive.name not in ("transpose", "convert_element_type"):
+            return None
+        after.append(eqn)
+        atom = eqn.invars[0]
+    else:
+        return None
+    (repeated,) = eqn.invars[:1]
+    made = None if isinstance(repeated, Literal) else makers.get(repeated)
+    if made is None or made.primitive.name != "broadcast_in_dim":
+        return None
+    shape, wide = aval_of(eqn.outvars[0]).shape, aval_of(repeated).shape
+    small, placed = aval_of(made.invars[0]).shape, made.params["broadcast_dimensions"]
+    sizes = [small[placed.index(d)] if d in placed else 1 for d in range(len(wide))]
+    repeats = [d for d, size in enumerate(sizes) if size != wide[d]]
+    if len(repeats) != 1 or len(wide) != len(shape) + 1 or repeats[0] == 0:
+        return None
+    dim = repeats[0] - 1
+    if (*wide[:dim], wide[dim] * wide[dim + 1], *wide[dim + 2 :]) != shape:
+        return None
+    value = env.value(made.invars[0]).reshape(*wide[: dim + 1], *wide[dim + 2 :])
+    for moved in reversed(after):
+        (value,) = bind(moved, [value])
+        if moved.primitive.name == "transpose":
+            dim = moved.params["permutation"].index(dim)
+    return value, dim
