@@ -23,11 +23,11 @@ def _float64():
 
 def largest_difference(model, vocabulary, length):
     """Return how far cached logits are from those of whole rows, in rows of several lengths."""
-    decoder, weights = make_decoder(model, length)
+    split = split_model(model)
+    decoder, weights = make_decoder(split, length), split.weights
     assert not decoder.reason
-    logits_of, _ = split_model(model)
     tokens = np.random.default_rng(0).integers(0, vocabulary, (3, length)).astype(np.int32)
-    whole = np.asarray(jax.jit(jax.vmap(lambda row: logits_of(weights, row[None])[0]))(tokens))
+    whole = np.asarray(jax.jit(jax.vmap(lambda row: split.logits_of(weights, row[None])[0]))(tokens))
     lengths = np.array([5, 9, 2], np.int32)
     prompts = np.where(np.arange(PROMPT) < lengths[:, None], tokens[:, :PROMPT], 7)
     weights = decoder.prepare(weights)
@@ -52,13 +52,13 @@ def test_cached_logits_equal_those_of_whole_rows(name):
 
 @pytest.mark.parametrize(("mix", "reason"), RECOMPUTED.values(), ids=RECOMPUTED)
 def test_what_depends_on_later_positions_is_recomputed(mix, reason):
-    decoder, _ = make_decoder(Decoder(mix, rngs=nnx.Rngs(0)), LENGTH)
+    decoder = make_decoder(split_model(Decoder(mix, rngs=nnx.Rngs(0))), LENGTH)
     assert reason in decoder.reason
     assert decoder.reason
 
 
 def test_the_reason_names_operation_and_module():
-    decoder, _ = make_decoder(Decoder(RECOMPUTED["mean"][0], rngs=nnx.Rngs(0)), LENGTH)
+    decoder = make_decoder(split_model(Decoder(RECOMPUTED["mean"][0], rngs=nnx.Rngs(0))), LENGTH)
     assert decoder.reason == "reduce_sum in mix mixes positions"
 
 
@@ -70,7 +70,7 @@ def test_a_model_that_takes_only_some_lengths_is_recomputed():
             assert tokens.shape[1] % 8 == 0, "lengths are multiples of 8"
             return super().__call__(tokens)
 
-    decoder, _ = make_decoder(Chunked(chunks, rngs=nnx.Rngs(0)), LENGTH)
+    decoder = make_decoder(split_model(Chunked(chunks, rngs=nnx.Rngs(0))), LENGTH)
     assert "called with 23 tokens" in decoder.reason
     assert "multiples of 8" in decoder.reason
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
 from meshwright.generation.text_watch import OnPiece, TextWatch
-from meshwright.generation.token_decoder import split_model
+from meshwright.generation.token_decoder import SplitModel, remembered, split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,
@@ -33,7 +33,7 @@ from meshwright.generation.token_loop import (
     batches,
     length_bucket,
 )
-from meshwright.generation.token_programs import remembered, token_programs
+from meshwright.generation.token_programs import token_programs
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.runtime.activity import activity
@@ -117,12 +117,11 @@ class Generator:
         batch_size: rows at a time.
         context: the most tokens of a row.
         placement: where rows are.
-        compute_dtype: what modules exchange instead of float32; None for what the model says.
         remarks: what the user should know.
         notes: what else turned out while generating.
     """
 
-    model: nnx.Module
+    model: SplitModel
     sampling: Sampling
     text: TextTokens
     max_new_tokens: int
@@ -132,14 +131,13 @@ class Generator:
     batch_size: int = 64
     context: int = UNLIMITED
     placement: RowPlacement = field(default_factory=RowPlacement)
-    compute_dtype: Any = None
     remarks: tuple[str, ...] = ()
     notes: set[str] = field(default_factory=set[str])
 
     @cached_property
     def vocabulary(self) -> int:
         """How many tokens the model knows; refuses a model that is no decoder."""
-        return vocabulary_of(self.model, min(8, self.context), self.compute_dtype)
+        return vocabulary_of(self.model, min(8, self.context))
 
     def __call__(
         self, prompts: Sequence[Prompt], on_piece: OnPiece | None = None, chunk: int | None = None
@@ -158,19 +156,18 @@ class Generator:
         ]
         watch = TextWatch(self.text, self.stops, self.sampling.stop_tokens, on_piece)
         chunk = chunk or (CHUNK if on_piece is None else STREAMED_CHUNK)
-        where = self.placement, self.vocabulary, self.compute_dtype
-        prepared: tuple[Any, Any] = (None, None)
+        where = self.placement, self.vocabulary
+        programs, weights = None, self.model.weights
         for some in batches(rows, self.batch_size):
             need = max(len(row.prompt.tokens) + row.limit for row in some)
-            programs, weights = token_programs(
-                self.model, length_bucket(need, self.context), *where
-            )
-            if programs is not prepared[0]:
-                prepared = programs, programs.decoder.prepare(weights)
+            last, length = programs, length_bucket(need, self.context)
+            programs = token_programs(self.model, length, *where)
+            if programs is not last:
+                weights = programs.decoder.prepare(self.model.weights)
             if reason := programs.decoder.reason:
                 self.notes.add(f"all earlier tokens are read again for each new one: {reason}")
             loop = TokenLoop(
-                programs, prepared[1], self.sampling, self.seed, self.max_new_tokens, chunk
+                programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk
             )
             loop.run(some, watch, may_stop=bool(self.stops or self.sampling.stop_tokens))
         return rows
@@ -318,12 +315,13 @@ def make_generator(
             why="the temperature is 0, which takes the likeliest token",
             fix="write a temperature above 0, such as 1",
         )
-    context = context_length or context_of(model)
+    split = split_model(model, half_precision(dtype))
+    context = context_length or remembered(_contexts, split, None, lambda: context_of(model))
     check_count("context_length", context)
-    placement = placement_of(jax.tree.leaves(nnx.state(model)), _as_mesh(mesh))
-    placed, remark = placement.model(model, dtype)
+    placement = placement_of(split.weights, _as_mesh(mesh))
+    weights, remark = placement.place(split.weights, dtype)
     return Generator(
-        model=placed,
+        model=replace(split, weights=weights),
         sampling=chosen,
         text=text,
         max_new_tokens=max_new_tokens,
@@ -333,7 +331,6 @@ def make_generator(
         batch_size=batch_size,
         context=context,
         placement=placement,
-        compute_dtype=half_precision(dtype),
         remarks=tuple(filter(None, (*remarks, remark))),
     )
 
@@ -362,26 +359,22 @@ def half_precision(dtype: Any) -> Any:
 
 
 _vocabularies: OrderedDict[Any, int] = OrderedDict()
+_contexts: OrderedDict[Any, int] = OrderedDict()
 
 
-def vocabulary_of(model: nnx.Module, length: int, compute_dtype: Any = None) -> int:
+def vocabulary_of(model: SplitModel, length: int) -> int:
     """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
-
-    def find() -> int:
-        return _find_vocabulary(model, length, compute_dtype)
-
-    return remembered(_vocabularies, model, (length, compute_dtype), find)
+    return remembered(_vocabularies, model, length, lambda: _find_vocabulary(model, length))
 
 
-def _find_vocabulary(model: nnx.Module, length: int, compute_dtype: Any) -> int:
+def _find_vocabulary(model: SplitModel, length: int) -> int:
     fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
-    logits_of, weights = split_model(model, compute_dtype)
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
     try:
-        found: Any = jax.eval_shape(logits_of, weights, tokens)
+        found: Any = jax.eval_shape(model.logits_of, model.weights, tokens)
     except Exception as error:
         raise UserError(
-            f"{type(model).__name__} is not a model of tokens",
+            f"{model.name} is not a model of tokens",
             why=f"called with token ids [1, {length}] it raises {typed_line(error)}",
             fix=fix,
         ) from error
@@ -389,7 +382,7 @@ def _find_vocabulary(model: nnx.Module, length: int, compute_dtype: Any) -> int:
     if len(shape) != 3 or shape[:2] != (1, length) or not jnp.issubdtype(found.dtype, jnp.floating):
         what = f"an array {list(shape)} of {found.dtype}" if shape else type(found).__name__
         raise UserError(
-            f"{type(model).__name__} is not a model of tokens",
+            f"{model.name} is not a model of tokens",
             why=f"from token ids [1, {length}] it makes {what}",
             fix=fix,
         )

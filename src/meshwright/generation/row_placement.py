@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -75,19 +74,17 @@ class RowPlacement:
         where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         return jax.device_put(tree, where)
 
-    def model(self, model: nnx.Module, dtype: Any = None) -> tuple[nnx.Module, str]:
-        """Return a model with its weights gathered over all axes but tensor, and cast.
+    def place(self, weights: Sequence[Any], dtype: Any = None) -> tuple[list[Array], str]:
+        """Return weights gathered over all axes but tensor, and cast.
 
         Args:
-            model: the model, with weights sharded in any way; it stays as it is.
-            dtype: of the weights that are floats; None leaves it.
+            weights: the weights, sharded in any way; they stay as they are.
+            dtype: of those that are floats; None leaves it.
 
         Returns:
-            The model, and a remark if its gathered weights do not fit; then they stay sharded.
+            The weights, and a remark if they do not fit; then they stay sharded.
         """
-        graphdef, state = nnx.split(model)
-        leaves, tree = jax.tree.flatten(state)
-        weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in leaves]
+        weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in weights]
         dtypes = [_cast(weight.dtype, dtype) for weight in weights]
         shardings = [self._gathered(weight) for weight in weights]
         remark = self._too_large(weights, dtypes, shardings)
@@ -100,7 +97,7 @@ class RowPlacement:
             placed = jax.device_put(weights, shardings) if elsewhere else weights
         if any(_changes(*each) for each in zip(placed, dtypes, shardings, strict=True)):
             placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
-        return nnx.merge(graphdef, jax.tree.unflatten(tree, placed)), remark
+        return placed, remark
 
     def _gathered(self, weight: Array) -> NamedSharding | None:
         """Return the sharding of a weight over tensor alone."""

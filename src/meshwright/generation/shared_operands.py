@@ -173,8 +173,8 @@ def _unrepeat(
             tuple(moved(dims) if s == other else tuple(dims) for s, dims in zip(sides, pair))
             for pair in (sums, batch)
         )
-        params = {**eqn.params, "dimension_numbers": numbers, "out_sharding": None}
-        product = jax.lax.dot_general_p.bind(*operands, **params)
+        params = {**eqn.params, "dimension_numbers": numbers}
+        (product,) = bind(eqn.replace(params=params), operands)
         group = len(batch[side]) + sorted((*moved(_free(eqn, other)), split + 1)).index(split + 1)
         group += len(_free(eqn, side)) if side == 0 else 0
         return [jnp.moveaxis(product, group, place + 1).reshape(aval_of(eqn.outvars[0]).shape)]

@@ -18,7 +18,7 @@ from meshwright.data.tokenizer import Tokens
 from meshwright.errors import UserError
 from meshwright.generation.generate import vocabulary_of
 from meshwright.generation.row_placement import RowPlacement, placement_of
-from meshwright.generation.token_decoder import split_model
+from meshwright.generation.token_decoder import SplitModel, split_model
 from meshwright.text.units import counted
 
 LOGIT_BYTES = 2**28
@@ -82,7 +82,7 @@ def windows(tokens: Tokens, length: int, stride: int) -> Iterator[tuple[Tokens, 
 
 
 def score_documents(
-    model: nnx.Module,
+    model: nnx.Module | SplitModel,
     documents: Sequence[Tokens],
     *,
     length: int,
@@ -111,12 +111,12 @@ def score_documents(
     parts = [window for tokens in documents for window in windows(tokens, length, stride)]
     if not parts:
         raise UserError("there is nothing to predict", why="no document has two tokens")
-    placement = placement or placement_of(jax.tree.leaves(nnx.state(model)))
-    placed, _ = placement.model(model)
-    logits_of, weights = split_model(placed)
-    rows = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(placed, longest))) * placement.parts
+    split = model if isinstance(model, SplitModel) else split_model(model)
+    placement = placement or placement_of(split.weights)
+    weights, _ = placement.place(split.weights)
+    rows = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(split, longest))) * placement.parts
     rows = min(rows, -(-len(parts) // placement.parts) * placement.parts)
-    run, nats = jax.jit(partial(_nats, logits_of, placement)), 0.0
+    run, nats = jax.jit(partial(_nats, split.logits_of, placement)), 0.0
     for start in range(0, len(parts), rows):
         tokens = np.zeros((rows, longest), np.int32)
         included = np.zeros((rows, longest), bool)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,11 @@ Cache = Any
 """What a decoder keeps of earlier tokens: a tree of arrays, dim 0 of each being the row."""
 LogitsOf = Callable[[Weights, Array], Array]
 """From weights and tokens [B, T] to logits [B, T, V]."""
+
+
+Kept = TypeVar("Kept")
+KEPT = 8
+"""Models and lengths of which something is kept."""
 
 
 class TokenDecoder(Protocol):
@@ -125,23 +132,87 @@ class RecomputingDecoder:
         return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
 
 
-def split_model(model: nnx.Module, compute_dtype: Any = None) -> tuple[LogitsOf, list[Array]]:
-    """Return a model in evaluation mode as a function of its weights, and the weights.
+@dataclass(frozen=True, eq=False)
+class SplitModel:
+    """A model as a function of its weights; the parts are found once, as Flax takes long for it.
 
-    Args:
-        model: the model.
-        compute_dtype: what modules exchange instead of float32, as in training; None for what
-            the model says. The logits are float32 then.
+    Attributes:
+        name: the name of its class.
+        graphdef: its structure.
+        tree: how its weights are arranged.
+        weights: the values of its variables.
+        compute_dtype: what modules exchange instead of float32, as in training, where weights are
+            cast to it; None for what the model says. The logits are float32 then.
     """
-    graphdef, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(state)
 
-    def logits_of(weights: Weights, tokens: Array) -> Array:
+    name: str
+    graphdef: Any
+    tree: Any
+    weights: list[Array]
+    compute_dtype: Any = None
+
+    def logits_of(self, weights: Weights, tokens: Array) -> Array:
+        """Return the logits [B, T, V] of tokens [B, T], in evaluation mode."""
         # A copy per call, because a call may change the model, such as counters of random streams.
-        copied = nnx.merge(graphdef, jax.tree.unflatten(tree, list(weights)), copy=True)
+        state = jax.tree.unflatten(self.tree, list(weights))
+        copied = nnx.merge(self.graphdef, state, copy=True)
         copied.eval()
-        follow_policy(copied, compute_dtype)
-        with module_scopes(copied, compute_dtype):
+        follow_policy(copied, self.compute_dtype)
+        with module_scopes(copied, self.compute_dtype):
             return copied(tokens)
 
-    return logits_of, leaves
+    @cached_property
+    def key(self) -> ModelKey | None:
+        """What models of the same program have in common; None if that cannot be told."""
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in self.weights)
+        whole = self.graphdef, shapes, self.compute_dtype, jax.config.values["jax_enable_x64"]
+        try:
+            key = ModelKey(whole, hash(whole))
+        except TypeError:
+            # A model with attributes that have no hash.
+            return None
+        # The same object for models alike: comparing them takes as long.
+        found = _keys.pop(key, key)
+        _keys[found] = found
+        while len(_keys) > KEPT:
+            _keys.popitem(last=False)
+        return found
+
+
+class ModelKey(NamedTuple):
+    """What decides a model's program, and its hash, which takes long to compute."""
+
+    whole: Any
+    hashed: int
+
+    def __hash__(self) -> int:
+        return self.hashed
+
+
+_keys: OrderedDict[ModelKey, ModelKey] = OrderedDict()
+
+
+def split_model(model: nnx.Module, compute_dtype: Any = None) -> SplitModel:
+    """Take a model apart."""
+    graphdef, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    return SplitModel(type(model).__name__, graphdef, tree, leaves, compute_dtype)
+
+
+def remembered(kept: OrderedDict[Any, Kept], model: SplitModel, more: Any, make: Any) -> Kept:
+    """Return what was made for a model of the same program, or make it.
+
+    Args:
+        kept: what was made, the last used last.
+        model: the model.
+        more: what else it depends on.
+        make: makes it.
+    """
+    if model.key is None:
+        return make()
+    key = model.key, more
+    found = kept.pop(key, None)
+    kept[key] = found = make() if found is None else found
+    while len(kept) > KEPT:
+        kept.popitem(last=False)
+    return found

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 
 from meshwright.errors import UserError
@@ -17,13 +16,11 @@ from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choos
 from meshwright.generation.token_decoder import (
     Cache,
     RecomputingDecoder,
+    SplitModel,
     TokenDecoder,
     Weights,
+    remembered,
 )
-
-KEPT = 8
-"""Models and lengths whose programs are kept."""
-Kept = TypeVar("Kept")
 
 
 class Rows(NamedTuple):
@@ -172,10 +169,10 @@ def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tupl
     return moved, NewTokens(chosen, going)
 
 
-def _refuse_lookahead(model: nnx.Module, decoder: TokenDecoder, weights: Weights) -> None:
-    if isinstance(decoder, RecomputingDecoder) and decoder.sees_padding(weights):
+def _refuse_lookahead(model: SplitModel, decoder: TokenDecoder) -> None:
+    if isinstance(decoder, RecomputingDecoder) and decoder.sees_padding(model.weights):
         raise UserError(
-            f"{type(model).__name__} cannot continue a text",
+            f"{model.name} cannot continue a text",
             why="its logits change with later tokens, or with how many there are: "
             f"{decoder.reason}",
             fix="mask later positions in the model, as a decoder does",
@@ -186,54 +183,21 @@ _kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
 
 
 def token_programs(
-    model: nnx.Module,
-    length: int,
-    placement: RowPlacement,
-    vocabulary: int,
-    compute_dtype: Any = None,
-) -> tuple[TokenPrograms, Weights]:
-    """Return the programs of a model, from an earlier call if there are any, and its weights.
+    model: SplitModel, length: int, placement: RowPlacement, vocabulary: int
+) -> TokenPrograms:
+    """Return the programs of a model, from an earlier call if there are any.
 
     Args:
         model: the model, with its weights where they are needed.
         length: the most tokens of a row.
         placement: where rows are.
         vocabulary: how many tokens the model knows.
-        compute_dtype: what modules exchange instead of float32; None for what the model says.
     """
 
     def make() -> TokenPrograms:
         # Joined along a dim that tensor divides, weights would have to be sent.
-        decoder, weights = make_decoder(
-            model, length, compute_dtype=compute_dtype, join_weights=not placement.divides_weights
-        )
-        _refuse_lookahead(model, decoder, weights)
+        decoder = make_decoder(model, length, join_weights=not placement.divides_weights)
+        _refuse_lookahead(model, decoder)
         return TokenPrograms(decoder, placement, vocabulary)
 
-    weights = jax.tree.leaves(nnx.state(model))
-    return remembered(_kept, model, (length, placement, compute_dtype), make), weights
-
-
-def remembered(kept: OrderedDict[Any, Kept], model: nnx.Module, more: Any, make: Any) -> Kept:
-    """Return what was made for a model of the same structure and shapes, or make it.
-
-    Args:
-        kept: what was made, the last used last.
-        model: the model.
-        more: what else it depends on.
-        make: makes it.
-    """
-    graphdef, state = nnx.split(model)
-    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state))
-    key = (graphdef, shapes, more, jax.config.values["jax_enable_x64"])
-    try:
-        known = key in kept
-    except TypeError:
-        # A model with attributes that have no hash.
-        return make()
-    if not known:
-        kept[key] = make()
-    kept.move_to_end(key)
-    while len(kept) > KEPT:
-        kept.popitem(last=False)
-    return kept[key]
+    return remembered(_kept, model, (length, placement), make)
