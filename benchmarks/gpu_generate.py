@@ -32,7 +32,8 @@ GEMMA: dict[str, Any] = {"vocab_size": 262144, "context_length": 32768, "num_blo
     "hidden_size": 1152, "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "mlp_size": 6912,
     "sliding_window": 512, "global_every": 6, "query_scale": 256}  # fmt: skip
 TINY: dict[str, Any] = {"vocab_size": 256, "context_length": 512, "num_blocks": 2,
-    "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_size": 128}  # fmt: skip
+    "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+    "mlp_size": 128}  # fmt: skip
 PROMPT, NEW = 256, 256
 SIDES = {"hand": (64, 1), "ours": (64, 1), "user": (64, 1), "gemma": (64,), "dynamic": (64,),
          "static": (64,)}  # fmt: skip
@@ -87,7 +88,9 @@ def timed(run: Callable[[], Any]) -> tuple[float, float]:
     return seconds[0], statistics.median(seconds[1:])
 
 
-def figures(side: str, rows: int, new: int, cold: float, warm: float, peak: float) -> dict[str, Any]:
+def figures(
+    side: str, rows: int, new: int, cold: float, warm: float, peak: float
+) -> dict[str, Any]:
     """Return one row of the record."""
     return {
         "side": side,
@@ -109,9 +112,8 @@ def measure_jax(side: str, tiny: bool) -> list[dict[str, Any]]:
     tokens = np.random.default_rng(0).integers(0, sizes["vocab_size"], (64, prompt), np.int32)
     found: list[dict[str, Any]] = []
     make = hand_written if side == "hand" else meshwright
-    generate, size, more = make(side, sizes, prompt, new)
+    generate, size = make(side, sizes, prompt, new)
     for rows in SIDES[side]:
-        more |= {name: value for name, value in more.items() if rows == SIDES[side][0]}
         cold, warm = timed(lambda rows=rows: generate(tokens[:rows], new))
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
         row = figures(side, rows, new, cold, warm, peak)
@@ -138,7 +140,7 @@ def hand_written(side: str, sizes: dict[str, Any], prompt: int, new: int) -> Any
     made = HandWritten(sizes, prompt, new)
     weights = made.weights()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    return (lambda tokens, new: jax.device_get(made.generate(weights, tokens))), size, {}
+    return (lambda tokens, new: jax.device_get(made.generate(weights, tokens))), size
 
 
 def meshwright(side: str, sizes: dict[str, Any], prompt: int, new: int) -> Any:
@@ -179,7 +181,7 @@ def meshwright(side: str, sizes: dict[str, Any], prompt: int, new: int) -> Any:
         assert not got.remarks, got.remarks
         return got
 
-    return generate, size, {}
+    return generate, size
 
 
 def measure_torch(side: str, tiny: bool) -> list[dict[str, Any]]:

@@ -27,7 +27,9 @@ def largest_difference(model, vocabulary, length):
     decoder, weights = make_decoder(split, length), split.weights
     assert not decoder.reason
     tokens = np.random.default_rng(0).integers(0, vocabulary, (3, length)).astype(np.int32)
-    whole = np.asarray(jax.jit(jax.vmap(lambda row: split.logits_of(weights, row[None])[0]))(tokens))
+    whole = np.asarray(
+        jax.jit(jax.vmap(lambda row: split.logits_of(weights, row[None])[0]))(tokens)
+    )
     lengths = np.array([5, 9, 2], np.int32)
     prompts = np.where(np.arange(PROMPT) < lengths[:, None], tokens[:, :PROMPT], 7)
     weights = decoder.prepare(weights)

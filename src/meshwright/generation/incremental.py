@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.generation.positions import NotIncremental, Positions
+from meshwright.generation.prompt_attention import PromptAttention
 from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows, row_rule
 from meshwright.generation.token_decoder import Cache, Weights
@@ -65,10 +66,12 @@ class IncrementalDecoder:
     def start(self, weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
         program = self._program_for_prompts(tokens.shape[1])
+        whole = program.jaxpr.invars[-1].aval.shape[1] == tokens.shape[1]
+        attention = self.traced.attention(tokens.shape[1]) if whole else {}
 
         def one(row: Array, length: Array) -> tuple[Array, Cache]:
             rows = Rows(0, row.shape[0])
-            return _Rows(self, program, weights, row, rows, length - 1, None).run()
+            return _Rows(self, program, weights, row, rows, length - 1, None, attention).run()
 
         logits, cache = jax.vmap(one)(tokens, lengths)
         return logits, {**cache, "rows": self._with_room(cache["rows"])}
@@ -135,13 +138,16 @@ class _Rows:
         rows: Rows,
         last: Any,
         cache: Cache | None,
+        attention: Mapping[Var, PromptAttention] | None = None,
     ) -> None:
+        self._attention = attention or {}
         self._decoder, self._plan, self._program = decoder, decoder.plan, program
         self._rows, self._last, self._cache = rows, last, cache
         self._values: dict[tuple[Var, Need], Value] = {}
         self._new: dict[Var, Value] = {}
         self._states: list[list[Value]] = []
         short = decoder.traced.short.jaxpr
+        self._longs = dict(zip(map(id, short.eqns), program.jaxpr.eqns, strict=True))
         self._give(short.constvars, program.consts)
         self._give(self._plan.prepared, weights)
         given = short.invars[-1]
@@ -160,6 +166,9 @@ class _Rows:
                 if (variable, WHOLE) in self._values:
                     continue
                 for need in self._to_compute(variable):
+                    if need[1] and variable in self._attention:
+                        self._values[variable, need] = self._attend(self._attention[variable])
+                        continue
                     self._values[variable, need] = self._compute(eqn, long, number, need)
                 if variable in self._plan.kept:
                     row = self._values[variable, (self._plan.kept[variable], True)]
@@ -231,6 +240,20 @@ class _Rows:
             for atom, inner in zip(eqn.invars, rule.dims, strict=True)
         ]
         return rule.run(long, operands, self._chosen(every))[number]
+
+    def _attend(self, attention: PromptAttention) -> Value:
+        """Compute attention over a whole prompt; what its operations compute is not read then."""
+        return attention.run(*map(self._all_rows, attention.operands))
+
+    def _all_rows(self, atom: Atom) -> Value:
+        """Return all rows of a value, where all rows are new; it may not be part of the plan."""
+        if isinstance(atom, Literal):
+            return atom.val
+        for need in (WHOLE, *((dim, True) for dim in self._plan.positions.of(atom))):
+            if (atom, need) in self._values:
+                return self._values[atom, need]
+        eqn, number = self._plan.positions.made[atom]
+        return bind(self._longs[id(eqn)], [self._all_rows(a) for a in eqn.invars])[number]
 
     def _run_loop(self, eqn: Equation, long: Equation) -> None:
         """Run a loop over the new rows, from the state that the last one left."""

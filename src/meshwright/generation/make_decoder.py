@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.generation.incremental import IncrementalDecoder
 from meshwright.generation.positions import NotIncremental
 from meshwright.generation.token_decoder import RecomputingDecoder, SplitModel, TokenDecoder
 from meshwright.generation.traced_decoder import TracedDecoder
 
 
-def make_decoder(model: SplitModel, length: int, *, join_weights: bool = True) -> TokenDecoder:
+def make_decoder(
+    model: SplitModel, length: int, *, join_weights: bool = True, kernel: str = ""
+) -> TokenDecoder:
     """Return a model's decoder.
 
     Args:
         model: maps tokens [B, T] to logits [B, T, V]; each token sees only earlier ones.
         length: the most tokens of a row, prompt and continuation together.
         join_weights: whether weights of one input may be concatenated.
+        kernel: what computes attention over whole prompts; empty for the model's own operations.
     """
+    how: Any = {"join_weights": join_weights, "kernel": kernel}
     try:
-        traced = TracedDecoder(model.logits_of, model.weights, length, join_weights=join_weights)
+        traced = TracedDecoder(model.logits_of, model.weights, length, **how)
         return IncrementalDecoder(traced, length)
     except NotIncremental as reason:
         return RecomputingDecoder(model.logits_of, length, str(reason))

@@ -48,6 +48,11 @@ class RowPlacement:
         shape = {} if self.mesh is None else self.mesh.shape
         return any(size > 1 for name, size in shape.items() if resolve_alias(name) == TENSOR)
 
+    @property
+    def kernel(self) -> str:
+        """What computes attention over whole prompts; empty for the model's own operations."""
+        return "cudnn" if self.mesh is None and jax.default_backend() == "gpu" else ""
+
     def rows(self, tree: Tree) -> Tree:
         """Constrain dim 0 of every array; the others stay as the weights' sharding leads to."""
         mesh = self.mesh

@@ -27,7 +27,9 @@ _OF_WEIGHTS = REARRANGES - {"broadcast_in_dim", "dynamic_slice"} | {"convert_ele
 """Operations after which a weight is still one."""
 
 
-def share_operands(closed: ClosedJaxpr, *, join_weights: bool) -> ClosedJaxpr:
+def share_operands(
+    closed: ClosedJaxpr, *, join_weights: bool, also: Sequence[Var] = ()
+) -> ClosedJaxpr:
     """Return a program that computes the same with fewer products, and smaller operands.
 
     A step of one token takes as long as reading weights and caches, and starting operations. So an
@@ -37,10 +39,16 @@ def share_operands(closed: ClosedJaxpr, *, join_weights: bool) -> ClosedJaxpr:
     Args:
         closed: the program; its last input is the tokens, the others are weights.
         join_weights: whether weights may be concatenated.
+        also: what the program returns besides its results.
     """
     makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    groups = _groups(closed, makers) if join_weights else []
+    casts = _casts(closed.jaxpr.eqns)
+    groups = _groups(closed, makers, casts) if join_weights else []
     rules = [_Joined(closed, group) for group in groups]
+
+    def cast_once(eqn: Equation, env: Environment) -> list[Value] | None:
+        first = casts.get(eqn.outvars[0]) if eqn.outvars else None
+        return None if first is None else [env.value(first)]
 
     def narrow(eqn: Equation, env: Environment) -> list[Value] | None:
         return _narrow(eqn, env, makers)
@@ -48,8 +56,13 @@ def share_operands(closed: ClosedJaxpr, *, join_weights: bool) -> ClosedJaxpr:
     def unrepeat(eqn: Equation, env: Environment) -> list[Value] | None:
         return _unrepeat(eqn, env, makers)
 
-    run = Evaluator((*rules, unrepeat, narrow)).run
-    return jax.make_jaxpr(lambda *args: run(closed, args))(*structs_of(closed.jaxpr.invars))
+    def run(*args: Value) -> list[Value]:
+        evaluator = Evaluator((*rules, cast_once, unrepeat, narrow))
+        env = evaluator.environment(closed, args)
+        evaluator.equations(closed.jaxpr.eqns, env)
+        return [env.value(atom) for atom in (*closed.jaxpr.outvars, *also)]
+
+    return jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars))
 
 
 class _Joined:
@@ -58,7 +71,9 @@ class _Joined:
     def __init__(self, closed: ClosedJaxpr, group: Sequence[tuple[Equation, int]]) -> None:
         self._eqns = [eqn for eqn, _ in group]
         self._side = group[0][1]
-        self._ahead = needed_equations(closed.jaxpr.eqns, [e.invars[self._side] for e in self._eqns])
+        self._ahead = needed_equations(
+            closed.jaxpr.eqns, [e.invars[self._side] for e in self._eqns]
+        )
         self._results: list[Value] = []
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
@@ -87,8 +102,21 @@ class _Joined:
         return results
 
 
+def _casts(eqns: Sequence[Equation]) -> dict[Var, Var]:
+    """Return, by cast of a value that was cast to the same before, the first such cast."""
+    first: dict[Any, Var] = {}
+    same: dict[Var, Var] = {}
+    for eqn in eqns:
+        if eqn.primitive.name == "convert_element_type" and not isinstance(eqn.invars[0], Literal):
+            (made,) = eqn.outvars
+            known = first.setdefault((eqn.invars[0], aval_of(made).dtype), made)
+            if known is not made:
+                same[made] = known
+    return same
+
+
 def _groups(
-    closed: ClosedJaxpr, makers: Mapping[Var, Equation]
+    closed: ClosedJaxpr, makers: Mapping[Var, Equation], casts: Mapping[Var, Var]
 ) -> list[list[tuple[Equation, int]]]:
     """Return the products of each input with weights of one form, if there are several."""
     jaxpr = closed.jaxpr
@@ -99,6 +127,9 @@ def _groups(
             continue
         for side, weight in enumerate(eqn.invars):
             given = eqn.invars[1 - side]
+            if isinstance(given, Literal):
+                continue
+            given = casts.get(given, given)
             if given not in of_tokens or not _is_weight(weight, jaxpr.invars[:-1], makers):
                 continue
             free = _free(eqn, side)
@@ -151,34 +182,35 @@ def _unrepeat(
     """Multiply with an operand whose elements are repeated along a dim of the batch, unrepeated."""
     if eqn.primitive.name != "dot_general":
         return None
-    (sums, batch), sides = eqn.params["dimension_numbers"], (0, 1)
-    for side in sides:
+    for side, batch in enumerate(eqn.params["dimension_numbers"][1]):
         found = _source(eqn.invars[side], env, makers)
-        if found is None or found[1] not in batch[side]:
-            continue
-        value, dim = found
-        count = value.shape[dim]
-        other, place = 1 - side, batch[side].index(dim)
-        split = batch[other][place]
-        operands = env.operands(eqn)
-        given = operands[other]
-        shape = given.shape
-        operands[other] = given.reshape(*shape[:split], count, -1, *shape[split + 1 :])
-        operands[side] = value
-
-        def moved(dims: Sequence[int], split: int = split) -> tuple[int, ...]:
-            return tuple(d + (d > split) for d in dims)
-
-        numbers = tuple(
-            tuple(moved(dims) if s == other else tuple(dims) for s, dims in zip(sides, pair))
-            for pair in (sums, batch)
-        )
-        params = {**eqn.params, "dimension_numbers": numbers}
-        (product,) = bind(eqn.replace(params=params), operands)
-        group = len(batch[side]) + sorted((*moved(_free(eqn, other)), split + 1)).index(split + 1)
-        group += len(_free(eqn, side)) if side == 0 else 0
-        return [jnp.moveaxis(product, group, place + 1).reshape(aval_of(eqn.outvars[0]).shape)]
+        if found is not None and found[1] in batch:
+            return [_grouped(eqn, env, side, *found)]
     return None
+
+
+def _grouped(eqn: Equation, env: Environment, side: int, value: Value, dim: int) -> Value:
+    """Return a product whose operand on one side is each element of a value, repeated in a dim."""
+    sums, batch = eqn.params["dimension_numbers"]
+    other, place = 1 - side, batch[side].index(dim)
+    split = batch[other][place]
+
+    def moved(dims: Sequence[int]) -> tuple[int, ...]:
+        return tuple(d + (d > split) for d in dims)
+
+    operands = env.operands(eqn)
+    shape = operands[other].shape
+    sizes = (*shape[:split], value.shape[dim], -1, *shape[split + 1 :])
+    operands[other], operands[side] = operands[other].reshape(sizes), value
+    numbers = [[tuple(pair[0]), tuple(pair[1])] for pair in (sums, batch)]
+    for pair in numbers:
+        pair[other] = moved(pair[other])
+    params = {**eqn.params, "dimension_numbers": tuple(map(tuple, numbers))}
+    (product,) = bind(eqn.replace(params=params), operands)
+    # The dim of the group is among those of the other operand; it belongs after that of the heads.
+    group = sorted((*moved(_free(eqn, other)), split + 1)).index(split + 1) + len(batch[side])
+    group += len(_free(eqn, side)) if side == 0 else 0
+    return jnp.moveaxis(product, group, place + 1).reshape(aval_of(eqn.outvars[0]).shape)
 
 
 def _source(

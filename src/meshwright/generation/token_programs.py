@@ -196,7 +196,8 @@ def token_programs(
 
     def make() -> TokenPrograms:
         # Joined along a dim that tensor divides, weights would have to be sent.
-        decoder = make_decoder(model, length, join_weights=not placement.divides_weights)
+        join = not placement.divides_weights
+        decoder = make_decoder(model, length, join_weights=join, kernel=placement.kernel)
         _refuse_lookahead(model, decoder)
         return TokenPrograms(decoder, placement, vocabulary)
 

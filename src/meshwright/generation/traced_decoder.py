@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 
 from meshwright.errors import typed_line
 from meshwright.generation.positions import NotIncremental
+from meshwright.generation.prompt_attention import PromptAttention, find_attention
 from meshwright.generation.shared_operands import share_operands
 from meshwright.generation.token_decoder import LogitsOf, Weights
 from meshwright.program.dims.op import primitives
@@ -50,15 +52,23 @@ class TracedDecoder:
         weights: the values of its variables, or arrays of their shapes.
         length: the most tokens of a row.
         join_weights: whether weights of one input may be concatenated.
+        kernel: what computes attention over whole prompts; empty for the model's own operations.
 
     Attributes:
         short: the program for few positions; what is known of the program is found here.
     """
 
     def __init__(
-        self, logits_of: LogitsOf, weights: Weights, length: int, *, join_weights: bool = True
+        self,
+        logits_of: LogitsOf,
+        weights: Weights,
+        length: int,
+        *,
+        join_weights: bool = True,
+        kernel: str = "",
     ) -> None:
-        self._logits_of, self._join_weights = logits_of, join_weights
+        self._logits_of, self._join_weights, self._kernel = logits_of, join_weights, kernel
+        self._attention: dict[int, list[PromptAttention]] = {}
         self._weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
         self._loops: list[bool] = []
         short = SHORT if length > SHORT else length - 1
@@ -75,6 +85,23 @@ class TracedDecoder:
             _compare(self.short, program)
             self._programs[length] = program
         return self._programs[length]
+
+    def attention(self, length: int) -> dict[Var, PromptAttention]:
+        """Return, by variable of the short program, what kernels compute in that of a length."""
+        program = self.of_length(length).jaxpr
+        names = dict(
+            zip(
+                (*program.constvars, *program.invars),
+                (*self.short.jaxpr.constvars, *self.short.jaxpr.invars),
+                strict=True,
+            )
+        )
+        for one, other in zip(program.eqns, self.short.jaxpr.eqns, strict=True):
+            names.update(zip(one.outvars, other.outvars, strict=True))
+        return {
+            names[one.output]: one._replace(operands=tuple(names[v] for v in one.operands))
+            for one in self._attention[length]
+        }
 
     def fixed(self, length: int) -> set[Var]:
         """Return the variables of the short program that do not depend on tokens or the length."""
@@ -98,7 +125,15 @@ class TracedDecoder:
             raise NotIncremental(said) from error
         inlined = Evaluator((_inline, loops)).run
         flat = jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
-        return share_operands(flat, join_weights=self._join_weights)
+        found = find_attention(flat, self._kernel)
+        read = [v for one in found for v in (*one.operands, one.output)]
+        shared = share_operands(flat, join_weights=self._join_weights, also=read)
+        # What attention reads and makes is returned too, to know its variables in this program.
+        names = iter(shared.jaxpr.outvars[len(shared.jaxpr.outvars) - len(read) :])
+        self._attention[length] = [
+            one._replace(operands=tuple(islice(names, 3)), output=next(names)) for one in found
+        ]
+        return shared
 
 
 class _Loops:
