@@ -35,8 +35,8 @@ TINY: dict[str, Any] = {"vocab_size": 256, "context_length": 512, "num_blocks": 
     "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
     "mlp_size": 128}  # fmt: skip
 PROMPT, NEW = 256, 256
-SIDES = {"hand": (64, 1), "ours": (64, 1), "user": (64, 1), "gemma": (64,), "dynamic": (64,),
-         "static": (64,)}  # fmt: skip
+SIDES = {"hand": (64, 1), "ours": (64, 1), "user": (64, 1), "gemma": (64,), "static": (64,),
+         "dynamic": (64,)}  # fmt: skip
 """What is measured, and with how many rows."""
 BANDWIDTH = 4.8e12
 """Bytes per second that an H200 reads."""
@@ -161,17 +161,13 @@ def meshwright(side: str, sizes: dict[str, Any], prompt: int, new: int) -> Any:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: kinds[side](**sizes, rngs=nnx.Rngs(0))))
     leaves, tree = jax.tree.flatten(state)
 
-    @jax.jit
-    def fill() -> list[Any]:
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        return [
-            0.02 * jax.random.normal(key, leaf.shape, jnp.bfloat16)
-            if leaf.ndim > 1
-            else jnp.ones(leaf.shape, jnp.bfloat16)
-            for key, leaf in zip(keys, leaves, strict=True)
-        ]
-
-    filled = fill()
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    filled = [
+        0.02 * jax.random.normal(key, leaf.shape, jnp.bfloat16)
+        if leaf.ndim > 1
+        else jnp.ones(leaf.shape, jnp.bfloat16)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
     model = nnx.merge(graphdef, jax.tree.unflatten(tree, filled))
     size = sum(leaf.nbytes for leaf in filled)
 

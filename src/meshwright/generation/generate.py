@@ -316,12 +316,13 @@ def make_generator(
             fix="write a temperature above 0, such as 1",
         )
     split = split_model(model, half_precision(dtype))
+    placement = placement_of(split.weights, _as_mesh(mesh))
+    weights, remark = placement.place(split, dtype)
+    split = replace(split, weights=weights)
     context = context_length or remembered(_contexts, split, None, lambda: context_of(model))
     check_count("context_length", context)
-    placement = placement_of(split.weights, _as_mesh(mesh))
-    weights, remark = placement.place(split.weights, dtype)
     return Generator(
-        model=replace(split, weights=weights),
+        model=split,
         sampling=chosen,
         text=text,
         max_new_tokens=max_new_tokens,

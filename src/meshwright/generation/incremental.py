@@ -108,22 +108,25 @@ def _lengthened(value: Array, dim: int, length: int) -> Array:
     return jnp.pad(value, room)
 
 
-def _with_row(cache: Array, row: Array, position: Array, dim: int) -> Array:
+def _with_row(cache: Array, row: Array, position: Array, dim: int, *, divided: bool) -> Array:
     """Return a cache with one more row.
 
-    Rows of a batch have positions of their own. Slices updated for each would be a scatter of
-    blocks, before which GPUs transpose the whole cache; this is one of vectors, in place.
+    Rows of a batch have positions of their own, so this is a scatter. GPUs transpose a whole cache
+    before a scatter of blocks; one of vectors is done in place. But compilers do not see that those
+    of divided heads stay where they are.
     """
-    lead = cache.shape[:dim]
-    at = [jax.lax.broadcasted_iota(position.dtype, lead, d) for d in range(dim)]
-    where = cache.at[(*at, jnp.broadcast_to(position, lead))]
-    return where.set(
-        row.squeeze(dim),
-        unique_indices=True,
-        indices_are_sorted=True,
-        mode="promise_in_bounds",
-        wrap_negative_indices=False,
-    )
+    lead = () if divided else cache.shape[:dim]
+    at = [jax.lax.broadcasted_iota(position.dtype, lead, d) for d in range(len(lead))]
+    where = (*at, jnp.broadcast_to(position, lead))
+
+    def put(cache: Array, row: Array) -> Array:
+        return cache.at[where].set(
+            row, unique_indices=True, mode="promise_in_bounds", wrap_negative_indices=False
+        )
+
+    for _ in range(dim - len(lead)):
+        put = jax.vmap(put)
+    return put(cache, row.squeeze(dim))
 
 
 class _Rows:
@@ -206,7 +209,8 @@ class _Rows:
             new = jax.lax.dynamic_update_slice_in_dim(before, row, self._rows.start, dim)
         else:
             before = self._cache["rows"][list(self._plan.kept).index(variable)]
-            new = _with_row(before, row, self._rows.start, dim)
+            divided = self._decoder.traced.divided
+            new = _with_row(before, row, self._rows.start, dim, divided=divided)
         self._new[variable] = new
         self._values[variable, WHOLE] = jnp.transpose(
             new, [order.index(d) for d in range(new.ndim)]

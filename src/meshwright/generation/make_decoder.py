@@ -11,17 +11,17 @@ from meshwright.generation.traced_decoder import TracedDecoder
 
 
 def make_decoder(
-    model: SplitModel, length: int, *, join_weights: bool = True, kernel: str = ""
+    model: SplitModel, length: int, *, divided: bool = False, kernel: str = ""
 ) -> TokenDecoder:
     """Return a model's decoder.
 
     Args:
         model: maps tokens [B, T] to logits [B, T, V]; each token sees only earlier ones.
         length: the most tokens of a row, prompt and continuation together.
-        join_weights: whether weights of one input may be concatenated.
+        divided: whether devices have parts of weights.
         kernel: what computes attention over whole prompts; empty for the model's own operations.
     """
-    how: Any = {"join_weights": join_weights, "kernel": kernel}
+    how: Any = {"divided": divided, "kernel": kernel}
     try:
         traced = TracedDecoder(model.logits_of, model.weights, length, **how)
         return IncrementalDecoder(traced, length)

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.generation.token_decoder import SplitModel
 from meshwright.mesh.axes import BATCH_AXES, TENSOR, resolve_alias
+from meshwright.program.dims.classes import LeafLabel, find_dim_classes
+from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
 from meshwright.text.units import human_bytes
 
 FREE_SHARE = 0.7
@@ -79,19 +82,19 @@ class RowPlacement:
         where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         return jax.device_put(tree, where)
 
-    def place(self, weights: Sequence[Any], dtype: Any = None) -> tuple[list[Array], str]:
-        """Return weights gathered over all axes but tensor, and cast.
+    def place(self, model: SplitModel, dtype: Any = None) -> tuple[list[Array], str]:
+        """Return a model's weights gathered over all axes but tensor, and cast.
 
         Args:
-            weights: the weights, sharded in any way; they stay as they are.
+            model: the model, with weights sharded in any way; they stay as they are.
             dtype: of those that are floats; None leaves it.
 
         Returns:
             The weights, and a remark if they do not fit; then they stay sharded.
         """
-        weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in weights]
+        weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in model.weights]
         dtypes = [_cast(weight.dtype, dtype) for weight in weights]
-        shardings = [self._gathered(weight) for weight in weights]
+        shardings = self._shardings(model, weights)
         remark = self._too_large(weights, dtypes, shardings)
         if remark:
             shardings = [weight.sharding for weight in weights]
@@ -104,14 +107,22 @@ class RowPlacement:
             placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
         return placed, remark
 
-    def _gathered(self, weight: Array) -> NamedSharding | None:
-        """Return the sharding of a weight over tensor alone."""
-        if self.mesh is None:
-            return None
-        own, spec = weight.sharding, PartitionSpec()
-        if isinstance(own, NamedSharding) and own.mesh == self.mesh:
-            spec = own.spec
-        return NamedSharding(self.mesh, PartitionSpec(*map(_over_tensor, spec)))
+    def _shardings(self, model: SplitModel, weights: Sequence[Array]) -> list[NamedSharding | None]:
+        """Return the sharding of each weight over tensor alone."""
+        mesh = self.mesh
+        if mesh is None:
+            return [None] * len(weights)
+        specs = [w.sharding.spec for w in weights if _is_on(mesh, w.sharding)]
+        if len(specs) == len(weights):
+            specs = [PartitionSpec(*map(_over_tensor, spec)) for spec in specs]
+        else:
+            specs = [PartitionSpec()] * len(weights)
+            for axis in (a for a in mesh.axis_names if resolve_alias(a) == TENSOR):
+                dims = tensor_dims(model, mesh.shape[axis])
+                specs = [
+                    PartitionSpec(*[None] * d, axis) if d >= 0 else PartitionSpec() for d in dims
+                ]
+        return [NamedSharding(mesh, spec) for spec in specs]
 
     def _too_large(self, weights: Any, dtypes: Any, shardings: Any) -> str:
         if self.mesh is None:
@@ -135,6 +146,29 @@ def placement_of(weights: Sequence[Array], mesh: Mesh | None = None) -> RowPlace
         if mesh is None and isinstance(sharding, NamedSharding):
             mesh = sharding.mesh if isinstance(sharding.mesh, Mesh) else None
     return RowPlacement(mesh if mesh is not None and mesh.size > 1 else None)
+
+
+def tensor_dims(model: SplitModel, size: int) -> list[int]:
+    """Return the dim of each weight that a tensor axis divides, found as in training; -1 for none.
+
+    Heads are divided, and dims inside of an MLP, so that a block sends what it adds and no more.
+    """
+    if size == 1:
+        return [-1] * len(model.weights)
+    structs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in model.weights]
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    program = jax.make_jaxpr(lambda *args: model.logits_of(args[:-1], args[-1]))(*structs, tokens)
+    floats = [jnp.issubdtype(w.dtype, jnp.floating) for w in model.weights]
+    labels = [LeafLabel("param" if f else "state", str(n)) for n, f in enumerate(floats)]
+    classes = find_dim_classes(program, [*labels, LeafLabel("batch", "tokens")])
+    choice = choose_tensor_dims(classes, size)
+    check_tensor_size(classes, choice)
+    found = [choice.dim_of(str(n)) for n in range(len(labels))]
+    return [-1 if dim is None else dim for dim in found]
+
+
+def _is_on(mesh: Mesh, sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
 def _over_tensor(axes: Any) -> Any:

@@ -45,10 +45,14 @@ def share_operands(
     casts = _casts(closed.jaxpr.eqns)
     groups = _groups(closed, makers, casts) if join_weights else []
     rules = [_Joined(closed, group) for group in groups]
+    swapped = _to_swap(closed.jaxpr.eqns, makers)
 
     def cast_once(eqn: Equation, env: Environment) -> list[Value] | None:
         first = casts.get(eqn.outvars[0]) if eqn.outvars else None
         return None if first is None else [env.value(first)]
+
+    def swap(eqn: Equation, env: Environment) -> list[Value] | None:
+        return _swapped(eqn, env) if eqn.outvars and eqn.outvars[0] in swapped else None
 
     def narrow(eqn: Equation, env: Environment) -> list[Value] | None:
         return _narrow(eqn, env, makers)
@@ -57,7 +61,7 @@ def share_operands(
         return _unrepeat(eqn, env, makers)
 
     def run(*args: Value) -> list[Value]:
-        evaluator = Evaluator((*rules, cast_once, unrepeat, narrow))
+        evaluator = Evaluator((*rules, cast_once, unrepeat, narrow, swap))
         env = evaluator.environment(closed, args)
         evaluator.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in (*closed.jaxpr.outvars, *also)]
@@ -198,19 +202,51 @@ def _grouped(eqn: Equation, env: Environment, side: int, value: Value, dim: int)
     def moved(dims: Sequence[int]) -> tuple[int, ...]:
         return tuple(d + (d > split) for d in dims)
 
-    operands = env.operands(eqn)
-    shape = operands[other].shape
-    sizes = (*shape[:split], value.shape[dim], -1, *shape[split + 1 :])
-    operands[other], operands[side] = operands[other].reshape(sizes), value
-    numbers = [[tuple(pair[0]), tuple(pair[1])] for pair in (sums, batch)]
-    for pair in numbers:
-        pair[other] = moved(pair[other])
-    params = {**eqn.params, "dimension_numbers": tuple(map(tuple, numbers))}
-    (product,) = bind(eqn.replace(params=params), operands)
+    given = env.operands(eqn)[other]
+    sizes = (*given.shape[:split], value.shape[dim], -1, *given.shape[split + 1 :])
+    # The repeated operand comes last, so that its own dims do, such as the positions of keys.
+    pairs = [(moved(dims[other]), tuple(dims[side])) for dims in (sums, batch)]
+    params = {**eqn.params, "dimension_numbers": tuple(pairs)}
+    (product,) = bind(eqn.replace(params=params), [given.reshape(sizes), value])
     # The dim of the group is among those of the other operand; it belongs after that of the heads.
-    group = sorted((*moved(_free(eqn, other)), split + 1)).index(split + 1) + len(batch[side])
-    group += len(_free(eqn, side)) if side == 0 else 0
-    return jnp.moveaxis(product, group, place + 1).reshape(aval_of(eqn.outvars[0]).shape)
+    count, own = len(batch[side]), [*moved(_free(eqn, other)), split + 1]
+    product = jnp.moveaxis(product, count + sorted(own).index(split + 1), place + 1)
+    shape = product.shape
+    product = product.reshape(*shape[:place], -1, *shape[place + 2 :])
+    return product if side else _exchanged(product, count, len(own) - 1)
+
+
+def _exchanged(product: Value, first: int, count: int) -> Value:
+    """Return a product with `count` dims, from `first` on, moved to its end."""
+    dims = range(product.ndim)
+    return jnp.transpose(product, [*dims[:first], *dims[first + count :], *dims[first:][:count]])
+
+
+def _to_swap(eqns: Sequence[Equation], makers: Mapping[Var, Equation]) -> set[Var]:
+    """Return the products that a transpose follows because their operands are the wrong way round.
+
+    Then the dim that it puts last, such as the positions of keys, would not be the last one in
+    memory, and the reductions along it would be slow.
+    """
+    found: set[Var] = set()
+    for eqn in eqns:
+        source = eqn.invars[0] if eqn.primitive.name == "transpose" else None
+        made = makers.get(source) if isinstance(source, Var) else None
+        if made is None or made.primitive.name != "dot_general":
+            continue
+        first = len(made.params["dimension_numbers"][1][0])
+        of_left = range(first, first + len(_free(made, 0)))
+        if first and eqn.params["permutation"][-1] in of_left:
+            found.add(made.outvars[0])
+    return found
+
+
+def _swapped(eqn: Equation, env: Environment) -> list[Value]:
+    """Return a product computed with its operands the other way round."""
+    sums, batch = eqn.params["dimension_numbers"]
+    params = {**eqn.params, "dimension_numbers": (tuple(sums)[::-1], tuple(batch)[::-1])}
+    (product,) = bind(eqn.replace(params=params), env.operands(eqn)[::-1])
+    return [_exchanged(product, len(batch[0]), len(_free(eqn, 1)))]
 
 
 def _source(

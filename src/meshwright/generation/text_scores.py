@@ -113,7 +113,7 @@ def score_documents(
         raise UserError("there is nothing to predict", why="no document has two tokens")
     split = model if isinstance(model, SplitModel) else split_model(model)
     placement = placement or placement_of(split.weights)
-    weights, _ = placement.place(split.weights)
+    weights, _ = placement.place(split)
     rows = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(split, longest))) * placement.parts
     rows = min(rows, -(-len(parts) // placement.parts) * placement.parts)
     run, nats = jax.jit(partial(_nats, split.logits_of, placement)), 0.0

@@ -195,9 +195,8 @@ def token_programs(
     """
 
     def make() -> TokenPrograms:
-        # Joined along a dim that tensor divides, weights would have to be sent.
-        join = not placement.divides_weights
-        decoder = make_decoder(model, length, join_weights=join, kernel=placement.kernel)
+        divided, kernel = placement.divides_weights, placement.kernel
+        decoder = make_decoder(model, length, divided=divided, kernel=kernel)
         _refuse_lookahead(model, decoder)
         return TokenPrograms(decoder, placement, vocabulary)
 

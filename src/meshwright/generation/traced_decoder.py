@@ -51,7 +51,7 @@ class TracedDecoder:
         logits_of: the model.
         weights: the values of its variables, or arrays of their shapes.
         length: the most tokens of a row.
-        join_weights: whether weights of one input may be concatenated.
+        divided: whether devices have parts of weights; then those of one input are not joined.
         kernel: what computes attention over whole prompts; empty for the model's own operations.
 
     Attributes:
@@ -64,10 +64,10 @@ class TracedDecoder:
         weights: Weights,
         length: int,
         *,
-        join_weights: bool = True,
+        divided: bool = False,
         kernel: str = "",
     ) -> None:
-        self._logits_of, self._join_weights, self._kernel = logits_of, join_weights, kernel
+        self._logits_of, self.divided, self._kernel = logits_of, divided, kernel
         self._attention: dict[int, list[PromptAttention]] = {}
         self._weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
         self._loops: list[bool] = []
@@ -104,16 +104,21 @@ class TracedDecoder:
         }
 
     def fixed(self, length: int) -> set[Var]:
-        """Return the variables of the short program that do not depend on tokens or the length."""
+        """Return the variables of the short program that are made of weights alone.
+
+        What is made of no weight either, such as frequencies, is left to compilers, which see that
+        it is the same in all blocks.
+        """
         short, long = self.short.jaxpr, self.of_length(length).jaxpr
         found = set(short.invars[:-1])
         pairs = zip(short.constvars, long.constvars, strict=True)
-        found.update(a for a, b in pairs if aval_of(a).shape == aval_of(b).shape)
+        constant = {a for a, b in pairs if aval_of(a).shape == aval_of(b).shape}
         for eqn, other in zip(short.eqns, long.eqns, strict=True):
-            known = all(isinstance(a, Literal) or a in found for a in eqn.invars)
-            results = zip(eqn.outvars, other.outvars, strict=True)
-            if known and all(aval_of(a).shape == aval_of(b).shape for a, b in results):
-                found.update(eqn.outvars)
+            read = {a for a in eqn.invars if not isinstance(a, Literal)}
+            shapes = [[aval_of(v).shape for v in each.outvars] for each in (eqn, other)]
+            if not read <= found | constant or shapes[0] != shapes[1]:
+                continue
+            (found if read & found else constant).update(eqn.outvars)
         return found
 
     def _trace(self, length: int, loops: _Loops) -> ClosedJaxpr:
@@ -127,7 +132,7 @@ class TracedDecoder:
         flat = jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
         found = find_attention(flat, self._kernel)
         read = [v for one in found for v in (*one.operands, one.output)]
-        shared = share_operands(flat, join_weights=self._join_weights, also=read)
+        shared = share_operands(flat, join_weights=not self.divided, also=read)
         # What attention reads and makes is returned too, to know its variables in this program.
         names = iter(shared.jaxpr.outvars[len(shared.jaxpr.outvars) - len(read) :])
         self._attention[length] = [
