@@ -375,7 +375,7 @@ def _find_vocabulary(model: SplitModel, length: int) -> int:
         found: Any = jax.eval_shape(model.logits_of, model.weights, tokens)
     except Exception as error:
         raise UserError(
-            f"{model.name} is not a model of tokens",
+            f"{model.structure.name} is not a model of tokens",
             why=f"called with token ids [1, {length}] it raises {typed_line(error)}",
             fix=fix,
         ) from error
@@ -383,7 +383,7 @@ def _find_vocabulary(model: SplitModel, length: int) -> int:
     if len(shape) != 3 or shape[:2] != (1, length) or not jnp.issubdtype(found.dtype, jnp.floating):
         what = f"an array {list(shape)} of {found.dtype}" if shape else type(found).__name__
         raise UserError(
-            f"{model.name} is not a model of tokens",
+            f"{model.structure.name} is not a model of tokens",
             why=f"from token ids [1, {length}] it makes {what}",
             fix=fix,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -70,10 +70,10 @@ class RowPlacement:
         return jax.tree.map(constrain, tree)
 
     def whole(self, tree: Tree) -> Tree:
-        """Constrain arrays to be whole on every device, so that every process can read them."""
+        """Constrain arrays to be whole on every device, for every process to read them."""
         return (
             tree
-            if self.mesh is None
+            if self.mesh is None or jax.process_count() == 1
             else jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
         )
 
@@ -190,5 +190,6 @@ def _cast_all(
     return [w if s is None else jax.lax.with_sharding_constraint(w, s) for w, s in pairs]
 
 
+@lru_cache
 def _cast(own: Any, asked: Any) -> Any:
     return jnp.dtype(asked) if asked is not None and jnp.issubdtype(own, jnp.floating) else own

@@ -33,8 +33,8 @@ def share_operands(
     """Return a program that computes the same with fewer products, and smaller operands.
 
     A step of one token takes as long as reading weights and caches, and starting operations. So an
-    input is multiplied with all of its weights at once, heads that share a key read it once instead
-    of a copy for each, and half-precision keys are not widened before a product.
+    input is multiplied with all of its weights at once, and heads that share a key read it once
+    instead of a copy for each.
 
     Args:
         closed: the program; its last input is the tokens, the others are weights.
@@ -42,26 +42,18 @@ def share_operands(
         also: what the program returns besides its results.
     """
     makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    casts = _casts(closed.jaxpr.eqns)
-    groups = _groups(closed, makers, casts) if join_weights else []
+    groups = _groups(closed, makers) if join_weights else []
     rules = [_Joined(closed, group) for group in groups]
     swapped = _to_swap(closed.jaxpr.eqns, makers)
 
-    def cast_once(eqn: Equation, env: Environment) -> list[Value] | None:
-        first = casts.get(eqn.outvars[0]) if eqn.outvars else None
-        return None if first is None else [env.value(first)]
-
     def swap(eqn: Equation, env: Environment) -> list[Value] | None:
         return _swapped(eqn, env) if eqn.outvars and eqn.outvars[0] in swapped else None
-
-    def narrow(eqn: Equation, env: Environment) -> list[Value] | None:
-        return _narrow(eqn, env, makers)
 
     def unrepeat(eqn: Equation, env: Environment) -> list[Value] | None:
         return _unrepeat(eqn, env, makers)
 
     def run(*args: Value) -> list[Value]:
-        evaluator = Evaluator((*rules, cast_once, unrepeat, narrow, swap))
+        evaluator = Evaluator((*rules, unrepeat, swap))
         env = evaluator.environment(closed, args)
         evaluator.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in (*closed.jaxpr.outvars, *also)]
@@ -106,21 +98,8 @@ class _Joined:
         return results
 
 
-def _casts(eqns: Sequence[Equation]) -> dict[Var, Var]:
-    """Return, by cast of a value that was cast to the same before, the first such cast."""
-    first: dict[Any, Var] = {}
-    same: dict[Var, Var] = {}
-    for eqn in eqns:
-        if eqn.primitive.name == "convert_element_type" and not isinstance(eqn.invars[0], Literal):
-            (made,) = eqn.outvars
-            known = first.setdefault((eqn.invars[0], aval_of(made).dtype), made)
-            if known is not made:
-                same[made] = known
-    return same
-
-
 def _groups(
-    closed: ClosedJaxpr, makers: Mapping[Var, Equation], casts: Mapping[Var, Var]
+    closed: ClosedJaxpr, makers: Mapping[Var, Equation]
 ) -> list[list[tuple[Equation, int]]]:
     """Return the products of each input with weights of one form, if there are several."""
     jaxpr = closed.jaxpr
@@ -133,7 +112,6 @@ def _groups(
             given = eqn.invars[1 - side]
             if isinstance(given, Literal):
                 continue
-            given = casts.get(given, given)
             if given not in of_tokens or not _is_weight(weight, jaxpr.invars[:-1], makers):
                 continue
             free = _free(eqn, side)
@@ -158,26 +136,6 @@ def _free(eqn: Equation, side: int) -> list[int]:
     sums, batch = eqn.params["dimension_numbers"]
     used = (*sums[side], *batch[side])
     return [d for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]
-
-
-def _narrow(eqn: Equation, env: Environment, makers: Mapping[Var, Equation]) -> list[Value] | None:
-    """Multiply half-precision operands that were widened as what they were: sums stay wide."""
-    if eqn.primitive.name != "dot_general":
-        return None
-    sources = [_before_widening(atom, makers) for atom in eqn.invars]
-    if any(source is None for source in sources) or len({aval_of(s).dtype for s in sources}) > 1:
-        return None
-    params = {**eqn.params, "preferred_element_type": aval_of(eqn.outvars[0]).dtype}
-    return bind(eqn.replace(params=params), [env.value(s) for s in sources if s is not None])
-
-
-def _before_widening(atom: Atom, makers: Mapping[Var, Equation]) -> Var | None:
-    eqn = None if isinstance(atom, Literal) else makers.get(atom)
-    if eqn is None or eqn.primitive.name != "convert_element_type":
-        return None
-    (source,) = eqn.invars
-    half = not isinstance(source, Literal) and aval_of(source).dtype in (jnp.bfloat16, jnp.float16)
-    return source if half and aval_of(atom).dtype == jnp.float32 else None
 
 
 def _unrepeat(

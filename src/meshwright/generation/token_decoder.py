@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from operator import is_
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -132,71 +134,105 @@ class RecomputingDecoder:
         return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
 
 
-@dataclass(frozen=True, eq=False)
-class SplitModel:
-    """A model as a function of its weights; the parts are found once, as Flax takes long for it.
+class ModelStructure:
+    """What models of one program share; the same object for models alike.
 
     Attributes:
-        name: the name of its class.
+        name: the name of the model's class.
         graphdef: its structure.
         tree: how its weights are arranged.
+    """
+
+    def __init__(self, model: nnx.Module, graphdef: Any, tree: Any) -> None:
+        self.name, self.graphdef, self.tree = type(model).__name__, graphdef, tree
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model as a function of its weights.
+
+    Attributes:
+        structure: all but the weights.
         weights: the values of its variables.
         compute_dtype: what modules exchange instead of float32, as in training, where weights are
             cast to it; None for what the model says. The logits are float32 then.
     """
 
-    name: str
-    graphdef: Any
-    tree: Any
+    structure: ModelStructure
     weights: list[Array]
     compute_dtype: Any = None
 
     def logits_of(self, weights: Weights, tokens: Array) -> Array:
         """Return the logits [B, T, V] of tokens [B, T], in evaluation mode."""
         # A copy per call, because a call may change the model, such as counters of random streams.
-        state = jax.tree.unflatten(self.tree, list(weights))
-        copied = nnx.merge(self.graphdef, state, copy=True)
+        state = jax.tree.unflatten(self.structure.tree, list(weights))
+        copied = nnx.merge(self.structure.graphdef, state, copy=True)
         copied.eval()
         follow_policy(copied, self.compute_dtype)
         with module_scopes(copied, self.compute_dtype):
             return copied(tokens)
 
-    @cached_property
-    def key(self) -> ModelKey | None:
-        """What models of the same program have in common; None if that cannot be told."""
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in self.weights)
-        whole = self.graphdef, shapes, self.compute_dtype, jax.config.values["jax_enable_x64"]
-        try:
-            key = ModelKey(whole, hash(whole))
-        except TypeError:
-            # A model with attributes that have no hash.
-            return None
-        # The same object for models alike: comparing them takes as long.
-        found = _keys.pop(key, key)
-        _keys[found] = found
-        while len(_keys) > KEPT:
-            _keys.popitem(last=False)
-        return found
+
+class _Seen(NamedTuple):
+    """A model that was taken apart: its attributes then, and its variables in their order."""
+
+    structure: ModelStructure
+    attributes: list[tuple[dict[str, Any], list[Any]]]
+    variables: list[nnx.Variable[Any]]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the model has the same parts still; Flax would take long to tell."""
+        return all(
+            len(now) == len(then) and all(map(is_, now.values(), then))
+            for now, then in self.attributes
+        )
 
 
-class ModelKey(NamedTuple):
-    """What decides a model's program, and its hash, which takes long to compute."""
-
-    whole: Any
-    hashed: int
-
-    def __hash__(self) -> int:
-        return self.hashed
-
-
-_keys: OrderedDict[ModelKey, ModelKey] = OrderedDict()
+_seen: WeakKeyDictionary[nnx.Module, _Seen] = WeakKeyDictionary()
+_structures: OrderedDict[Any, ModelStructure] = OrderedDict()
 
 
 def split_model(model: nnx.Module, compute_dtype: Any = None) -> SplitModel:
     """Take a model apart."""
+    seen = _seen.get(model)
+    if seen is not None and seen.unchanged:
+        weights = [variable.get_raw_value() for variable in seen.variables]
+        return SplitModel(seen.structure, weights, compute_dtype)
     graphdef, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
-    return SplitModel(type(model).__name__, graphdef, tree, leaves, compute_dtype)
+    structure = ModelStructure(model, graphdef, tree)
+    try:
+        structure = _structures.pop(graphdef, structure)
+        _structures[graphdef] = structure
+    except TypeError:
+        # A model with attributes that have no hash.
+        return SplitModel(structure, leaves, compute_dtype)
+    while len(_structures) > KEPT:
+        _structures.popitem(last=False)
+    attributes: list[tuple[dict[str, Any], list[Any]]] = []
+    found: dict[int, Any] = {}
+    if _walk(model, attributes, found) and all(id(leaf) in found for leaf in leaves):
+        _seen[model] = _Seen(structure, attributes, [found[id(leaf)] for leaf in leaves])
+    return SplitModel(structure, leaves, compute_dtype)
+
+
+def _walk(part: Any, attributes: list[Any], found: dict[int, Any]) -> bool:
+    """Note the attributes of modules and the variables; return whether nothing else can change."""
+    attributes.append((vars(part), [*vars(part).values()]))
+    for name, value in vars(part).items():
+        if isinstance(value, nnx.Variable):
+            # Several variables with one array may have different ones later.
+            if found.setdefault(id(value.get_raw_value()), value) is not value:
+                return False
+        elif name.startswith("_pytree__"):
+            continue
+        elif isinstance(value, nnx.Pytree):
+            if not _walk(value, attributes, found):
+                return False
+        elif isinstance(value, list | dict | set | np.ndarray | jax.Array):
+            return False
+    return True
 
 
 def remembered(kept: OrderedDict[Any, Kept], model: SplitModel, more: Any, make: Any) -> Kept:
@@ -208,9 +244,8 @@ def remembered(kept: OrderedDict[Any, Kept], model: SplitModel, more: Any, make:
         more: what else it depends on.
         make: makes it.
     """
-    if model.key is None:
-        return make()
-    key = model.key, more
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in model.weights)
+    key = (model.structure, shapes, model.compute_dtype, more, jax.config.values["jax_enable_x64"])
     found = kept.pop(key, None)
     kept[key] = found = make() if found is None else found
     while len(kept) > KEPT:

@@ -172,7 +172,7 @@ def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tupl
 def _refuse_lookahead(model: SplitModel, decoder: TokenDecoder) -> None:
     if isinstance(decoder, RecomputingDecoder) and decoder.sees_padding(model.weights):
         raise UserError(
-            f"{model.name} cannot continue a text",
+            f"{model.structure.name} cannot continue a text",
             why="its logits change with later tokens, or with how many there are: "
             f"{decoder.reason}",
             fix="mask later positions in the model, as a decoder does",
