@@ -111,9 +111,10 @@ def _lengthened(value: Array, dim: int, length: int) -> Array:
 def _with_row(cache: Array, row: Array, position: Array, dim: int, *, divided: bool) -> Array:
     """Return a cache with one more row.
 
-    Rows of a batch have positions of their own, so this is a scatter. GPUs transpose a whole cache
-    before a scatter of blocks; one of vectors is done in place. But compilers do not see that those
-    of divided heads stay where they are.
+    Rows of a batch have positions of their own, so this is a scatter. For GPUs, XLA transposes an
+    operand whose scattered dims are not its first ones, as with blocks of heads at a position; one
+    of vectors is done in place. But it does not see that those of divided heads stay where they
+    are.
     """
     lead = () if divided else cache.shape[:dim]
     at = [jax.lax.broadcasted_iota(position.dtype, lead, d) for d in range(len(lead))]
