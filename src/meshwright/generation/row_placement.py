@@ -112,16 +112,15 @@ class RowPlacement:
         mesh = self.mesh
         if mesh is None:
             return [None] * len(weights)
-        specs = [w.sharding.spec for w in weights if _is_on(mesh, w.sharding)]
-        if len(specs) == len(weights):
-            specs = [PartitionSpec(*map(_over_tensor, spec)) for spec in specs]
+        own = [_spec_on(mesh, weight.sharding) for weight in weights]
+        if any(spec is not None for spec in own):
+            specs = [PartitionSpec(*map(_over_tensor, spec or ())) for spec in own]
         else:
-            specs = [PartitionSpec()] * len(weights)
-            for axis in (a for a in mesh.axis_names if resolve_alias(a) == TENSOR):
-                dims = tensor_dims(model, mesh.shape[axis])
-                specs = [
-                    PartitionSpec(*[None] * d, axis) if d >= 0 else PartitionSpec() for d in dims
-                ]
+            axis = next((name for name in mesh.axis_names if resolve_alias(name) == TENSOR), None)
+            dims = tensor_dims(model, 1 if axis is None else mesh.shape[axis])
+            specs = [
+                PartitionSpec(*[None] * dim, axis) if dim >= 0 else PartitionSpec() for dim in dims
+            ]
         return [NamedSharding(mesh, spec) for spec in specs]
 
     def _too_large(self, weights: Any, dtypes: Any, shardings: Any) -> str:
@@ -167,8 +166,9 @@ def tensor_dims(model: SplitModel, size: int) -> list[int]:
     return [-1 if dim is None else dim for dim in found]
 
 
-def _is_on(mesh: Mesh, sharding: Any) -> bool:
-    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+def _spec_on(mesh: Mesh, sharding: Any) -> Any:
+    on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+    return sharding.spec if on_mesh else None
 
 
 def _over_tensor(axes: Any) -> Any:

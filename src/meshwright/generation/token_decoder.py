@@ -159,7 +159,7 @@ class SplitModel:
     """
 
     structure: ModelStructure
-    weights: list[Array]
+    weights: list[Any]
     compute_dtype: Any = None
 
     def logits_of(self, weights: Weights, tokens: Array) -> Array:
