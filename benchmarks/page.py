@@ -124,6 +124,34 @@ def gpu_user_models(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def gpu_generate(record: dict[str, Any]) -> list[str]:
+    """One row for each way to generate, and number of rows."""
+    names = {
+        "hand": "plain JAX, by hand",
+        "ours": "our Llama 3 1B",
+        "user": "a user's decoder",
+        "gemma": "Gemma 3 1B",
+        "static": "transformers, static cache, compiled",
+        "dynamic": "transformers",
+    }
+    heads = ("what", "rows", "tokens/s", "ms a token", "of the limit", "first token, cold s",
+             "warm ms", "peak GiB")  # fmt: skip
+    rows = [
+        [
+            names[row["side"]],
+            row["rows"],
+            f"{row['tokens_per_second']:,}",
+            f"{row['ms_per_token']:.2f}",
+            f"{row['of_limit']:.0%}" if "of_limit" in row else "",
+            row.get("first_token_cold_s", ""),
+            row.get("first_token_ms", ""),
+            row["peak_gib"],
+        ]
+        for row in record["rows"]
+    ]
+    return table(heads, rows)
+
+
 def gpu_plain_loop(record: dict[str, Any]) -> list[str]:
     """One row for each model."""
     ways = ("plain", "auto", "none")
@@ -519,6 +547,7 @@ TABLES = {
     "gpu_choice": gpu_choice,
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
+    "gpu_generate": gpu_generate,
     "gpu_plain_loop": gpu_plain_loop,
     "published_throughputs": published_throughputs,
     "gpu_losses": gpu_losses,

@@ -1,5 +1,7 @@
 """Derived caches: logits of new tokens equal those of whole rows, or are recomputed and why."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -35,18 +37,20 @@ def _float64():
         yield
 
 
-def largest_difference(model, vocabulary, length, source=(), mesh=None):
+def largest_difference(model, vocabulary, length, source=(), mesh=None, kernel=""):
     """Return how far cached logits are from those of whole rows, in rows of several lengths."""
-    logits_of, weights = split_model(model, source)
+    split = split_model(model, source=source)
     lengths = np.array([5, 9, 2] if mesh is None else [5, 9, 2, 7, 1, 12, 4, 3], np.int32)
     rows = len(lengths)
     tokens = np.random.default_rng(0).integers(0, vocabulary, (rows, length)).astype(np.int32)
-    row = jax.vmap(lambda row, own: logits_of(with_source(weights, own), row[None])[0])
+    row = jax.vmap(lambda row, own: split.logits_of(with_source(split.weights, own), row[None])[0])
     whole = np.asarray(jax.jit(row)(tokens, source))
     placement = RowPlacement(mesh)
     if mesh is not None:
-        model, _ = placement.model(sharded(model, mesh))
-    decoder, weights = make_decoder(model, length, source)
+        split = split_model(sharded(model, mesh), source=source)
+        split = replace(split, weights=placement.place(split)[0])
+    decoder = make_decoder(split, length, divided=placement.divides_weights, kernel=kernel)
+    weights = decoder.prepare(split.weights)
     assert not decoder.reason
     prompts = np.where(np.arange(PROMPT) < lengths[:, None], tokens[:, :PROMPT], 7)
     start = jax.jit(lambda w, *given: placement.rows(decoder.start(w, *placement.rows(given))))
@@ -79,8 +83,11 @@ def test_an_encoder_runs_once():
     source = np.random.default_rng(1).integers(1, VOCABULARY, (3, 7)).astype(np.int32)
     source[1, 4:] = 0
     model = Translator(rngs=nnx.Rngs(0))
-    assert largest_difference(model, VOCABULARY, LENGTH, (source,)) < 1e-13
-    decoder, weights = make_decoder(model, LENGTH, (source,))
+    # With a kernel for prompts, which the encoder's attention and that across do not suit.
+    assert largest_difference(model, VOCABULARY, LENGTH, (source,), kernel="xla") < 1e-13
+    split = split_model(model, source=(source,))
+    decoder = make_decoder(split, LENGTH)
+    weights = decoder.prepare(split.weights)
     prompts = np.ones((3, 4), np.int32)
     _, cache = jax.eval_shape(decoder.start, weights, prompts, np.full(3, 4), (source,))
     step = jax.make_jaxpr(decoder.step)(weights, cache, np.ones(3, np.int32), np.full(3, 4))
@@ -102,13 +109,13 @@ def test_cached_logits_equal_those_of_whole_rows(name):
 )
 def test_what_depends_on_later_positions_is_recomputed(name):
     mix, reason = RECOMPUTED[name]
-    decoder, _ = make_decoder(Decoder(mix, rngs=nnx.Rngs(0)), LENGTH)
+    decoder = make_decoder(split_model(Decoder(mix, rngs=nnx.Rngs(0))), LENGTH)
     assert reason in decoder.reason
     assert decoder.reason
 
 
 def test_the_reason_names_operation_and_module():
-    decoder, _ = make_decoder(Decoder(RECOMPUTED["mean"][0], rngs=nnx.Rngs(0)), LENGTH)
+    decoder = make_decoder(split_model(Decoder(RECOMPUTED["mean"][0], rngs=nnx.Rngs(0))), LENGTH)
     assert decoder.reason == "the model sees later tokens (reduce_sum in mix)"
 
 
@@ -121,9 +128,9 @@ def test_a_model_that_takes_only_some_lengths_is_recomputed_or_refused(name):
 
     if name == "fourier":
         with pytest.raises(UserError, match=r"sees later tokens(.|\n)*multiples of 6"):
-            make_decoder(Some(RECOMPUTED[name][0], rngs=nnx.Rngs(0)), LENGTH)
+            make_decoder(split_model(Some(RECOMPUTED[name][0], rngs=nnx.Rngs(0))), LENGTH)
         return
-    decoder, _ = make_decoder(Some(CACHED[name], rngs=nnx.Rngs(0)), LENGTH)
+    decoder = make_decoder(split_model(Some(CACHED[name], rngs=nnx.Rngs(0))), LENGTH)
     assert "called with 23 tokens" in decoder.reason
     assert "multiples of 6" in decoder.reason
 

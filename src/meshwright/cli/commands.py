@@ -238,7 +238,7 @@ COMMANDS = {
                 Flag("--samples", "continuations of each prompt (default 1)", "N"),
                 Flag("--seed", "seed of what is drawn, with --temperature (default 0)", "N"),
                 Flag("--batch-size", "rows at a time (default 64)", "N"),
-                Flag("--dtype", "number format of the weights, such as bfloat16", "NAME"),
+                Flag("--dtype", "number format (default: that of the run or folder)", "NAME"),
                 *_MODEL,
             ),
             usage='RUN|FOLDER --prompt "…" [flags]',

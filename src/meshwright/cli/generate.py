@@ -56,11 +56,13 @@ def run(arguments: Arguments, output: Output) -> int:
         seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
         batch_size=arguments.number("--batch-size", 64, most=2**20),
         mesh=arguments.flags.get("--mesh"),
-        dtype=arguments.flags.get("--dtype"),
+        dtype=arguments.flags.get("--dtype", settings.dtype),
         **_sampling(arguments),
     )
     for remark in generator.remarks:
         output.say(remark)
+    if settings.dtype and not arguments.has("--dtype"):
+        output.say(f"computing in {settings.dtype}, as {path} says; --dtype chooses another format")
     if arguments.has("--seed") and generator.sampling.greedy:
         output.say("--seed changes nothing: nothing is drawn without --temperature, such as 1")
     if "--file" in modes:

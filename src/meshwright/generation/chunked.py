@@ -12,15 +12,15 @@ import math
 from meshwright.generation.incremental import IncrementalDecoder
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.row_plan import plan_rows
-from meshwright.generation.token_decoder import LogitsOf, Weights
+from meshwright.generation.token_decoder import SplitModel
 from meshwright.generation.traced_decoder import Loops, TracedDecoder, trace_row
 from meshwright.program.jaxpr.equations import Equation, aval_of
 
 
-def chunk_sizes(logits_of: LogitsOf, weights: Weights, length: int) -> list[int]:
+def chunk_sizes(model: SplitModel, length: int) -> list[int]:
     """Return the sizes of chunks that a model divides rows of a length into."""
     try:
-        positions = Positions(trace_row(logits_of, weights, length, Loops(length, [])))
+        positions = Positions(trace_row(model, length, Loops(length, [])))
     except NotIncremental:
         return []
     eqns = positions.jaxpr.eqns
@@ -42,9 +42,9 @@ def _divided(positions: Positions, eqn: Equation) -> list[int]:
 
 
 def chunked_decoder(
-    logits_of: LogitsOf, weights: Weights, length: int, chunk: int
+    model: SplitModel, length: int, chunk: int, *, divided: bool
 ) -> IncrementalDecoder:
     """Return a decoder that keeps what whole chunks leave; raises `NotIncremental`."""
-    plan_rows(Positions(trace_row(logits_of, weights, chunk, Loops(chunk, []))))
+    plan_rows(Positions(trace_row(model, chunk, Loops(chunk, []))))
     whole = -(-length // chunk) * chunk
-    return IncrementalDecoder(TracedDecoder(logits_of, weights, whole, chunk), whole)
+    return IncrementalDecoder(TracedDecoder(model, whole, chunk, divided=divided), whole)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
 from meshwright.generation.text_watch import OnPiece, TextWatch
-from meshwright.generation.token_decoder import Source, split_model
+from meshwright.generation.token_decoder import Source, SplitModel, remembered, split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,
@@ -39,7 +40,6 @@ from meshwright.generation.token_loop import (
 from meshwright.generation.token_programs import token_programs
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.mesh.build import build_mesh
-from meshwright.program.trace.scopes import module_scopes
 from meshwright.runtime.activity import activity
 from meshwright.text.units import counted
 
@@ -126,12 +126,11 @@ class Generator:
         remarks: what the user should know.
         notes: what else turned out while generating.
         stated: whether the context is known to be right, and tables need not be looked for.
-        limits: what was found of tables, by length.
         pace: how fast tokens came so far.
         source: what prompts have besides their tokens: an array with a row for each, or none.
     """
 
-    model: nnx.Module
+    model: SplitModel
     sampling: Sampling
     text: TextTokens
     max_new_tokens: int
@@ -144,14 +143,13 @@ class Generator:
     remarks: tuple[str, ...] = ()
     notes: set[str] = field(default_factory=set[str])
     stated: bool = False
-    limits: dict[int, tuple[int, str]] = field(default_factory=dict[int, tuple[int, str]])
     pace: Pace = field(default_factory=Pace)
     source: Source = ()
 
     @cached_property
     def vocabulary(self) -> int:
         """How many tokens the model knows; refuses a model that is no decoder."""
-        return vocabulary_of(self.model, min(8, self.context), self.source)
+        return vocabulary_of(self.model, min(8, self.context))
 
     def __call__(
         self, prompts: Sequence[Prompt], on_piece: OnPiece | None = None, chunk: int | None = None
@@ -171,19 +169,21 @@ class Generator:
         ]
         watch = TextWatch(self.text, self.stops, self.sampling.stop_tokens, on_piece)
         chunk = chunk or (CHUNK if on_piece is None else STREAMED_CHUNK)
+        where = self.placement, self.vocabulary
+        programs, weights = None, self.model.weights
         for some in batches(rows, self.batch_size):
             need = max(len(row.prompt.tokens) + row.limit for row in some)
-            length = length_bucket(need, most)
-            programs, weights = token_programs(
-                self.model, length, self.placement, self.vocabulary, self.source
-            )
+            last, length = programs, length_bucket(need, most)
+            programs = token_programs(self.model, length, *where)
+            if programs is not last:
+                weights = programs.decoder.prepare(self.model.weights)
             if programs.decoder.reason:
                 self.notes.add(how_decoded(programs.decoder))
             loop = TokenLoop(
                 programs, weights, self.sampling, self.seed, self.max_new_tokens, chunk, self.pace
             )
             for group in of_one_length(some) if programs.decoder.sees else [some]:
-                loop.run(group, watch)
+                loop.run(group, watch, may_stop=bool(self.stops or self.sampling.stop_tokens))
         return rows
 
     def room(self, count: int) -> int:
@@ -194,14 +194,12 @@ class Generator:
         if self.stated:
             return self.context
         length = length_bucket(count, self.context)
-        if length not in self.limits:
-            logits_of, weights = split_model(self.model, self.source)
-            with module_scopes(self.model):
-                self.limits[length] = position_limit(logits_of, weights, length)
-        most, why = self.limits[length]
+        most, why = remembered(
+            _limits, self.model, length, lambda: position_limit(self.model, length)
+        )
         if not most:
             raise UserError(
-                f"{type(self.model).__name__} cannot be called with {length:,} tokens",
+                f"{self.model.structure.name} cannot be called with {length:,} tokens",
                 why=why,
                 fix="pass context_length=, the most tokens that it takes",
             )
@@ -369,13 +367,16 @@ def make_generator(
             why="the temperature is 0, which takes the likeliest token",
             fix=f"write {argument('temperature', 1)}",
         )
-    own = context_of(model)
+    given = () if source is None else (np.asarray(jnp.asarray(source)),)
+    split = split_model(model, half_precision(dtype), given)
+    placement = placement_of(split.weights, _as_mesh(mesh))
+    weights, remark = placement.place(split, dtype)
+    split = replace(split, weights=weights)
+    own = remembered(_contexts, split, None, lambda: context_of(model))
     context = own if context_length is None else context_length
     check_count("context_length", context)
-    placement = placement_of(jax.tree.leaves(nnx.state(model)), _as_mesh(mesh))
-    placed, remark = placement.model(model, dtype)
     return Generator(
-        model=placed,
+        model=split,
         sampling=chosen,
         text=text,
         max_new_tokens=max_new_tokens,
@@ -387,7 +388,7 @@ def make_generator(
         placement=placement,
         remarks=tuple(filter(None, (*remarks, remark))),
         stated=context <= own < UNLIMITED,
-        source=() if source is None else (np.asarray(jnp.asarray(source)),),
+        source=given,
     )
 
 
@@ -411,16 +412,29 @@ def context_of(model: Any) -> int:
     return min((each for each in found if isinstance(each, int)), default=UNLIMITED)
 
 
-def vocabulary_of(model: nnx.Module, length: int, source: Source = ()) -> int:
+def half_precision(dtype: Any) -> Any:
+    """Return a dtype that is computed in as in training; None for others, as weights alone are."""
+    return jnp.dtype(dtype) if dtype is not None and jnp.dtype(dtype).itemsize == 2 else None
+
+
+_contexts: OrderedDict[Any, int] = OrderedDict()
+_vocabularies: OrderedDict[Any, int] = OrderedDict()
+_limits: OrderedDict[Any, tuple[int, str]] = OrderedDict()
+
+
+def vocabulary_of(model: SplitModel, length: int) -> int:
     """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
+    return remembered(_vocabularies, model, length, lambda: _find_vocabulary(model, length))
+
+
+def _find_vocabulary(model: SplitModel, length: int) -> int:
     fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
-    logits_of, weights = split_model(model, source)
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
     try:
-        found: Any = jax.eval_shape(logits_of, [*weights, *logits_of.source], tokens)
+        found: Any = jax.eval_shape(model.logits_of, [*model.weights, *model.source], tokens)
     except Exception as error:
         raise UserError(
-            f"{type(model).__name__} is not a model of tokens",
+            f"{model.structure.name} is not a model of tokens",
             why=f"called with token ids [1, {length}] it raises {typed_line(error)}",
             fix=fix,
         ) from error
@@ -428,7 +442,7 @@ def vocabulary_of(model: nnx.Module, length: int, source: Source = ()) -> int:
     if len(shape) != 3 or shape[:2] != (1, length) or not jnp.issubdtype(found.dtype, jnp.floating):
         what = f"an array {list(shape)} of {found.dtype}" if shape else type(found).__name__
         raise UserError(
-            f"{type(model).__name__} is not a model of tokens",
+            f"{model.structure.name} is not a model of tokens",
             why=f"from token ids [1, {length}] it makes {what}",
             fix=fix,
         )
@@ -441,10 +455,10 @@ def how_generated(model: Any) -> str:
         return ""
     length = min(context_of(model), 128)
     try:
-        vocabulary_of(model, min(8, length))
+        vocabulary_of(split_model(model), min(8, length))
     except UserError:
         return ""
-    return how_decoded(make_decoder(model, length)[0])
+    return how_decoded(make_decoder(split_model(model), length))
 
 
 def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:

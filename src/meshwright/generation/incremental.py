@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.generation.positions import NotIncremental, Positions
+from meshwright.generation.prompt_attention import PromptAttention
 from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows
 from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
 from meshwright.generation.traced_decoder import TracedDecoder
+from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
@@ -40,10 +42,33 @@ class IncrementalDecoder:
 
     def __init__(self, traced: TracedDecoder, length: int) -> None:
         self.length, self.traced = length, traced
-        self.plan = plan_rows(Positions(traced.short, traced.chunk), traced.num_sources)
+        positions = Positions(traced.short, traced.chunk)
+        try:
+            of_weights = traced.of_weights(length)
+        except NotIncremental:
+            # What the plan has to say comes first.
+            plan_rows(positions, (), traced.num_sources)
+            raise
+        self.plan = plan_rows(positions, of_weights, traced.num_sources)
+        inputs = traced.short.jaxpr.invars
+        self.sources = inputs[-1 - traced.num_sources : -1]
+        self._made = [v for v in self.plan.prepared if v not in set(inputs)]
+        self._make = jax.jit(self._evaluate)
         self.orders = {v: stored_order(self.plan, v, dim) for v, dim in self.plan.kept.items()}
         """By kept variable, the order of its dims in the cache."""
-        traced.of_length(length)
+
+    def prepare(self, weights: Weights) -> Weights:
+        """Compute what all tokens share; see `TokenDecoder`."""
+        given = dict(zip(self.traced.short.jaxpr.invars, weights, strict=False))
+        given.update(zip(self._made, self._make(weights) if self._made else [], strict=True))
+        return [given[variable] for variable in self.plan.prepared]
+
+    def _evaluate(self, weights: Weights) -> list[Value]:
+        closed = self.traced.short
+        values: dict[Var, Value] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values.update(zip(closed.jaxpr.invars, weights, strict=False))
+        Evaluator().extend(values, needed_equations(closed.jaxpr.eqns, self._made))
+        return [values[variable] for variable in self._made]
 
     def start(
         self, weights: Weights, tokens: Array, lengths: Array, source: Source = ()
@@ -52,10 +77,12 @@ class IncrementalDecoder:
         chunk = self.traced.chunk
         tokens = _lengthened(tokens, 1, -(-tokens.shape[1] // chunk) * chunk)
         program = self._program_for_prompts(tokens.shape[1])
+        whole = program.jaxpr.invars[-1].aval.shape[1] == tokens.shape[1]
+        attention = self.traced.attention(tokens.shape[1]) if whole else {}
 
         def one(row: Array, length: Array, source: Source) -> tuple[Array, Cache]:
             rows, given = Rows(0, row.shape[0]), with_source(weights, source)
-            return _Rows(self, program, given, row, rows, length - 1, None).run()
+            return _Rows(self, program, given, row, rows, length - 1, None, attention).run()
 
         logits, cache = jax.vmap(one)(tokens, lengths, source)
         return logits, {**cache, "rows": self._with_room(cache["rows"])}
@@ -97,6 +124,28 @@ def _lengthened(value: Array, dim: int, length: int) -> Array:
     return jnp.pad(value, room)
 
 
+def _with_row(cache: Array, row: Array, position: Array, dim: int, *, divided: bool) -> Array:
+    """Return a cache with one more row.
+
+    Rows of a batch have positions of their own, so this is a scatter. For GPUs, XLA transposes an
+    operand whose scattered dims are not its first ones, as with blocks of heads at a position; one
+    of vectors is done in place. But it does not see that those of divided heads stay where they
+    are.
+    """
+    lead = () if divided else cache.shape[:dim]
+    at = [jax.lax.broadcasted_iota(position.dtype, lead, d) for d in range(len(lead))]
+    where = (*at, jnp.broadcast_to(position, lead))
+
+    def put(cache: Array, row: Array) -> Array:
+        return cache.at[where].set(
+            row, unique_indices=True, mode="promise_in_bounds", wrap_negative_indices=False
+        )
+
+    for _ in range(dim - len(lead)):
+        put = jax.vmap(put)
+    return put(cache, row.squeeze(dim))
+
+
 class _Rows:
     """One evaluation of new rows; variables are those of the short program."""
 
@@ -109,15 +158,18 @@ class _Rows:
         rows: Rows,
         last: Any,
         cache: Cache | None,
+        attention: Mapping[Var, PromptAttention] | None = None,
     ) -> None:
+        self._attention = attention or {}
         self._decoder, self._plan, self._program = decoder, decoder.plan, program
         self._rows, self._last, self._cache = rows, last, cache
         self._values: dict[tuple[Var, Need], Value] = {}
         self._new: dict[Var, Value] = {}
         self._states: list[list[Value]] = []
         short = decoder.traced.short.jaxpr
+        self._longs = dict(zip(map(id, short.eqns), program.jaxpr.eqns, strict=True))
         self._give(short.constvars, program.consts)
-        self._give(short.invars[: len(weights)], weights)
+        self._give([*self._plan.prepared, *decoder.sources][: len(weights)], weights)
         if cache is not None:
             self._give(self._plan.fixed, cache["source"])
         given = short.invars[-1]
@@ -133,7 +185,12 @@ class _Rows:
                 self._run_loop(eqn, long)
                 continue
             for number, variable in enumerate(eqn.outvars):
+                if (variable, WHOLE) in self._values:
+                    continue
                 for need in self._to_compute(variable):
+                    if need[1] and variable in self._attention:
+                        self._values[variable, need] = self._attend(self._attention[variable])
+                        continue
                     self._values[variable, need] = self._compute(eqn, long, number, need)
                 if variable in self._plan.kept:
                     row = self._values[variable, (self._plan.kept[variable], True)]
@@ -174,7 +231,10 @@ class _Rows:
         else:
             before = self._cache["rows"][list(self._plan.kept).index(variable)]
         start = self._rows.chunks(self._unit(variable, self._plan.kept[variable])).start
-        new = jax.lax.dynamic_update_slice_in_dim(before, row, start, dim)
+        if self._cache is not None and self._rows.count == 1:
+            new = _with_row(before, row, start, dim, divided=self._decoder.traced.divided)
+        else:
+            new = jax.lax.dynamic_update_slice_in_dim(before, row, start, dim)
         self._new[variable] = new
         self._values[variable, WHOLE] = jnp.transpose(
             new, [order.index(d) for d in range(new.ndim)]
@@ -187,6 +247,8 @@ class _Rows:
             return self._values[atom, need]
         (dim, every), unit = need, self._unit(atom, need[0])
         if not every and (atom, (dim, True)) in self._values:
+            if self._rows.count == 1:
+                return self._values[atom, (dim, True)]
             inside = Rows(self._last - self._rows.start, 1).chunks(unit)
             return inside.of(self._values[atom, (dim, True)], dim)
         return self._chosen(every, unit).of(self._values[atom, WHOLE], dim)
@@ -210,6 +272,20 @@ class _Rows:
         ]
         rows = self._chosen(every, self._unit(eqn.outvars[number], dim))
         return rule.run(long, operands, rows)[number]
+
+    def _attend(self, attention: PromptAttention) -> Value:
+        """Compute attention over a whole prompt; what its operations compute is not read then."""
+        return attention.run(*map(self._all_rows, attention.operands))
+
+    def _all_rows(self, atom: Atom) -> Value:
+        """Return all rows of a value, where all rows are new; it may not be part of the plan."""
+        if isinstance(atom, Literal):
+            return atom.val
+        for need in (WHOLE, *((dim, True) for dim in self._plan.positions.of(atom))):
+            if (atom, need) in self._values:
+                return self._values[atom, need]
+        eqn, number = self._plan.positions.made[atom]
+        return bind(self._longs[id(eqn)], [self._all_rows(a) for a in eqn.invars])[number]
 
     def _run_loop(self, eqn: Equation, long: Equation) -> None:
         """Run a loop over the new rows, from the state that the last one left."""

@@ -7,73 +7,62 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
-from jax import Array
 
 from meshwright.errors import UserError, typed_line
 from meshwright.generation.chunked import chunk_sizes, chunked_decoder
 from meshwright.generation.incremental import IncrementalDecoder
 from meshwright.generation.positions import NotIncremental
-from meshwright.generation.token_decoder import (
-    LogitsOf,
-    RecomputingDecoder,
-    Source,
-    TokenDecoder,
-    Weights,
-    split_model,
-)
+from meshwright.generation.token_decoder import RecomputingDecoder, SplitModel, TokenDecoder
 from meshwright.generation.traced_decoder import OtherOperations, TracedDecoder
-from meshwright.program.trace.scopes import module_scopes
 
 
 def make_decoder(
-    model: nnx.Module, length: int, source: Source = ()
-) -> tuple[TokenDecoder, list[Array]]:
-    """Return a model's decoder, and its weights in the decoder's order.
+    model: SplitModel, length: int, *, divided: bool = False, kernel: str = ""
+) -> TokenDecoder:
+    """Return a model's decoder.
 
     Args:
         model: maps tokens [B, T] to logits [B, T, V].
         length: the most tokens of a row, prompt and continuation together.
-        source: what rows have besides tokens, as arrays [B, …] or their shapes.
+        divided: whether devices have parts of weights.
+        kernel: what computes attention over whole prompts; empty for the model's own operations.
     """
-    logits_of, weights = split_model(model, source)
     try:
-        with module_scopes(model):
-            return cached_decoder(logits_of, weights, length), weights
+        return cached_decoder(model, length, divided=divided, kernel=kernel)
     except NotIncremental as reason:
-        found = RecomputingDecoder(logits_of, length, str(reason))
-        seen = found.try_out(weights, _logits(logits_of, weights, length).shape[-1])
+        found = RecomputingDecoder(model.shapes, length, str(reason))
+        seen = found.try_out(model.weights, _logits(model, length).shape[-1])
         if not seen:
-            return found, weights
+            return found
         said = str(NotIncremental(f"the model {seen}", reason.at))
         try:
-            _logits(logits_of, weights, length - 1)
+            _logits(model, length - 1)
         except Exception as error:
             raise UserError(
-                f"{type(model).__name__} cannot continue a text",
+                f"{model.structure.name} cannot continue a text",
                 why=f"{said}, so rows cannot be padded; with {length - 1:,} tokens alone it raises "
                 f"{typed_line(error)}",
                 fix="mask later positions in the model, or let it take any number of tokens",
             ) from error
-        return RecomputingDecoder(logits_of, length, said, seen), weights
+        return RecomputingDecoder(model.shapes, length, said, seen)
 
 
-def _logits(logits_of: LogitsOf, weights: Weights, length: int) -> Any:
+def _logits(model: SplitModel, length: int) -> Any:
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
-    return jax.eval_shape(logits_of, [*weights, *logits_of.source], tokens)
+    return jax.eval_shape(model.logits_of, [*model.weights, *model.source], tokens)
 
 
-def cached_decoder(logits_of: LogitsOf, weights: Weights, length: int) -> IncrementalDecoder:
+def cached_decoder(model: SplitModel, length: int, **how: Any) -> IncrementalDecoder:
     """Return a decoder with a cache; raises `NotIncremental` if there is none."""
     try:
-        return IncrementalDecoder(TracedDecoder(logits_of, weights, length), length)
+        return IncrementalDecoder(TracedDecoder(model, length, **how), length)
     except OtherOperations:
         # A table as long as the row is not sliced. The last token of a row is never read.
-        return IncrementalDecoder(TracedDecoder(logits_of, weights, length - 1), length - 1)
+        return IncrementalDecoder(TracedDecoder(model, length - 1, **how), length - 1)
     except NotIncremental as reason:
-        for chunk in chunk_sizes(logits_of, weights, length):
+        for chunk in chunk_sizes(model, length):
             with suppress(NotIncremental):
-                return chunked_decoder(logits_of, weights, length, chunk)
+                return chunked_decoder(model, length, chunk, divided=how["divided"])
         raise reason
 
 

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 
 from meshwright.generation.positions import NotIncremental, Positions, where
-from meshwright.generation.token_decoder import LogitsOf, Weights
+from meshwright.generation.token_decoder import SplitModel
 from meshwright.generation.traced_decoder import Loops, trace_row
 from meshwright.program.jaxpr.equations import Equation, aval_of
 
 
-def position_limit(logits_of: LogitsOf, weights: Weights, length: int) -> tuple[int, str]:
+def position_limit(model: SplitModel, length: int) -> tuple[int, str]:
     """Return the most tokens that a model takes in a row, up to a length, and why not more.
 
     It is 0 for a model that takes only some lengths, and not this one.
@@ -19,7 +19,7 @@ def position_limit(logits_of: LogitsOf, weights: Weights, length: int) -> tuple[
 
     def wrong(count: int) -> str:
         try:
-            closed = trace_row(logits_of, weights, count, Loops(count, []))
+            closed = trace_row(model, count, Loops(count, []))
         except NotIncremental as error:
             return str(error)
         return _past_a_table(Positions(closed))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.mesh.axes import BATCH_AXES, resolve_alias
+from meshwright.generation.token_decoder import SplitModel
+from meshwright.mesh.axes import BATCH_AXES, TENSOR, resolve_alias
+from meshwright.program.dims.classes import LeafLabel, find_dim_classes
+from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
 from meshwright.text.units import human_bytes
 
 FREE_SHARE = 0.7
@@ -43,6 +45,17 @@ class RowPlacement:
         """Into how many parts rows are divided."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[a] for a in self._row_axes)
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether weights may be divided."""
+        shape = {} if self.mesh is None else self.mesh.shape
+        return any(size > 1 for name, size in shape.items() if resolve_alias(name) == TENSOR)
+
+    @property
+    def kernel(self) -> str:
+        """What computes attention over whole prompts; empty for the model's own operations."""
+        return "cudnn" if self.mesh is None and jax.default_backend() == "gpu" else ""
+
     def rows(self, tree: Tree) -> Tree:
         """Constrain dim 0 of every array; the others stay as the weights' sharding leads to."""
         mesh = self.mesh
@@ -57,48 +70,58 @@ class RowPlacement:
         return jax.tree.map(constrain, tree)
 
     def whole(self, tree: Tree) -> Tree:
-        """Constrain arrays to be whole on every device, so that every process can read them."""
+        """Constrain arrays to be whole on every device, for every process to read them."""
         return (
             tree
-            if self.mesh is None
+            if self.mesh is None or jax.process_count() == 1
             else jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
         )
 
-    def model(self, model: nnx.Module, dtype: Any = None) -> tuple[nnx.Module, str]:
-        """Return a model with its weights gathered over all axes but tensor, and cast.
+    def put(self, tree: Tree) -> Tree:
+        """Return arrays of the host on every device."""
+        where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        return jax.device_put(tree, where)
+
+    def place(self, model: SplitModel, dtype: Any = None) -> tuple[list[Array], str]:
+        """Return a model's weights gathered over all axes but tensor, and cast.
 
         Args:
-            model: the model, with weights sharded in any way; it stays as it is.
-            dtype: of the weights that are floats; None leaves it.
+            model: the model, with weights sharded in any way; they stay as they are.
+            dtype: of those that are floats; None leaves it.
 
         Returns:
-            The model, and a remark if its gathered weights do not fit; then they stay sharded.
+            The weights, and a remark if they do not fit; then they stay sharded.
         """
-        graphdef, state = nnx.split(model)
-        leaves, tree = jax.tree.flatten(state)
-        weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in leaves]
+        weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in model.weights]
         dtypes = [_cast(weight.dtype, dtype) for weight in weights]
-        shardings = [self._gathered(weight) for weight in weights]
+        shardings = self._shardings(model, weights)
         remark = self._too_large(weights, dtypes, shardings)
         if remark:
             shardings = [weight.sharding for weight in weights]
-        if self.mesh is None:
-            placed = _cast_all(dtypes, weights)
-        else:
+        placed = weights
+        if self.mesh is not None:
             devices = set(self.mesh.devices.flat)
             elsewhere = any(w.sharding.device_set != devices for w in weights)
-            given = jax.device_put(weights, shardings) if elsewhere else weights
-            placed = jax.jit(partial(_cast_all, dtypes), out_shardings=shardings)(given)
-        return nnx.merge(graphdef, jax.tree.unflatten(tree, placed)), remark
+            placed = jax.device_put(weights, shardings) if elsewhere else weights
+        if any(_changes(*each) for each in zip(placed, dtypes, shardings, strict=True)):
+            placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
+        return placed, remark
 
-    def _gathered(self, weight: Array) -> NamedSharding | None:
-        """Return the sharding of a weight over tensor alone."""
-        if self.mesh is None:
-            return None
-        own, spec = weight.sharding, PartitionSpec()
-        if isinstance(own, NamedSharding) and own.mesh == self.mesh:
-            spec = own.spec
-        return NamedSharding(self.mesh, PartitionSpec(*map(_over_tensor, spec)))
+    def _shardings(self, model: SplitModel, weights: Sequence[Array]) -> list[NamedSharding | None]:
+        """Return the sharding of each weight over tensor alone."""
+        mesh = self.mesh
+        if mesh is None:
+            return [None] * len(weights)
+        own = [_spec_on(mesh, weight.sharding) for weight in weights]
+        if any(spec is not None for spec in own):
+            specs = [PartitionSpec(*map(_over_tensor, spec or ())) for spec in own]
+        else:
+            axis = next((name for name in mesh.axis_names if resolve_alias(name) == TENSOR), None)
+            dims = tensor_dims(model, 1 if axis is None else mesh.shape[axis])
+            specs = [
+                PartitionSpec(*[None] * dim, axis) if dim >= 0 else PartitionSpec() for dim in dims
+            ]
+        return [NamedSharding(mesh, spec) for spec in specs]
 
     def _too_large(self, weights: Any, dtypes: Any, shardings: Any) -> str:
         if self.mesh is None:
@@ -124,15 +147,51 @@ def placement_of(weights: Sequence[Array], mesh: Mesh | None = None) -> RowPlace
     return RowPlacement(mesh if mesh is not None and mesh.size > 1 else None)
 
 
+def tensor_dims(model: SplitModel, size: int) -> list[int]:
+    """Return the dim of each weight that a tensor axis divides, found as in training; -1 for none.
+
+    Heads are divided, and dims inside of an MLP, so that a block sends what it adds and no more.
+    """
+    if size == 1:
+        return [-1] * len(model.weights)
+    structs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in model.weights]
+    batch = [jax.ShapeDtypeStruct((2, *s.shape[1:]), s.dtype) for s in model.source]
+    batch.append(jax.ShapeDtypeStruct((2, 8), jnp.int32))
+    program = jax.make_jaxpr(lambda *args: model.logits_of(args[:-1], args[-1]))(*structs, *batch)
+    floats = [jnp.issubdtype(w.dtype, jnp.floating) for w in model.weights]
+    labels = [LeafLabel("param" if f else "state", str(n)) for n, f in enumerate(floats)]
+    of_batch = [LeafLabel("batch", f"rows{n}") for n in range(len(batch))]
+    classes = find_dim_classes(program, [*labels, *of_batch])
+    choice = choose_tensor_dims(classes, size)
+    check_tensor_size(classes, choice)
+    found = [choice.dim_of(str(n)) for n in range(len(labels))]
+    return [-1 if dim is None else dim for dim in found]
+
+
+def _spec_on(mesh: Mesh, sharding: Any) -> Any:
+    on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+    return sharding.spec if on_mesh else None
+
+
 def _over_tensor(axes: Any) -> Any:
     """Return what is left of a dim's axes without those of rows and stages."""
     names = (axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple) else ()
-    return tuple(name for name in names if resolve_alias(name) == "tensor") or None
+    return tuple(name for name in names if resolve_alias(name) == TENSOR) or None
 
 
-def _cast_all(dtypes: Sequence[Any], weights: Sequence[Array]) -> list[Array]:
-    return [w if w.dtype == d else w.astype(d) for w, d in zip(weights, dtypes, strict=True)]
+def _changes(weight: Array, dtype: Any, sharding: Any) -> bool:
+    return weight.dtype != dtype or (sharding is not None and weight.sharding != sharding)
 
 
+@partial(jax.jit, static_argnames=("dtypes", "shardings"))
+def _cast_all(
+    weights: Sequence[Array], *, dtypes: tuple[Any, ...], shardings: tuple[Any, ...]
+) -> list[Array]:
+    cast = [w if w.dtype == d else w.astype(d) for w, d in zip(weights, dtypes, strict=True)]
+    pairs = zip(cast, shardings, strict=True)
+    return [w if s is None else jax.lax.with_sharding_constraint(w, s) for w, s in pairs]
+
+
+@lru_cache
 def _cast(own: Any, asked: Any) -> Any:
     return jnp.dtype(asked) if asked is not None and jnp.issubdtype(own, jnp.floating) else own

@@ -8,7 +8,7 @@ are needed for the last row of a prompt only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
@@ -24,6 +24,8 @@ Need = tuple[int, bool]
 
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type"})
 """Operations that are cheaper to repeat than their results are to keep."""
+_FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "transpose"})
+"""Operations that become part of the one that reads their result; it would only take memory."""
 _OF_PAIRS = ELEMENTWISE | {
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "dot_general",
     "reduce_sum", "reduce_max", "argmax",
@@ -44,6 +46,8 @@ class RowPlan:
         carried: the loops over positions, whose states are in the cache.
         of_source: values that follow from the source alone, which are computed once.
         fixed: those of them that are in the cache.
+        prepared: weights and values made of weights alone, which are the same for all tokens and
+            lengths.
     """
 
     positions: Positions
@@ -52,6 +56,7 @@ class RowPlan:
     carried: list[Equation] = field(default_factory=list[Equation])
     of_source: set[Var] = field(default_factory=set[Var])
     fixed: list[Var] = field(default_factory=list[Var])
+    prepared: list[Var] = field(default_factory=list[Var])
 
     def need(self, atom: Atom, *needs: Need) -> None:
         """Note that something is needed of a value."""
@@ -59,11 +64,14 @@ class RowPlan:
             self.needs.setdefault(atom, set()).update(needs)
 
 
-def plan_rows(positions: Positions, num_sources: int = 0) -> RowPlan:
+def plan_rows(
+    positions: Positions, of_weights: Collection[Var] = (), num_sources: int = 0
+) -> RowPlan:
     """Plan how the logits of the next token are computed; raises `NotIncremental`.
 
     Args:
         positions: what is known of the program.
+        of_weights: the values that are the same for all tokens and lengths.
         num_sources: how many inputs before the tokens are the source of a row.
     """
     plan = RowPlan(positions)
@@ -75,14 +83,19 @@ def plan_rows(positions: Positions, num_sources: int = 0) -> RowPlan:
         raise NotIncremental("the model does not return logits for each token")
     plan.need(logits, (1, False))
     for eqn in reversed(positions.jaxpr.eqns):
+        name = eqn.primitive.name
         for number, variable in enumerate(eqn.outvars):
+            if variable in of_weights and variable in plan.needs and name not in _FREE:
+                plan.prepared.append(variable)
+                continue
             for need in _resolved(plan, eqn, number, variable):
                 _pass_on(plan, eqn, number, need)
-    tokens = positions.jaxpr.invars[-1]
+    first, tokens = len(positions.jaxpr.invars) - 1 - num_sources, positions.jaxpr.invars[-1]
+    plan.prepared += [v for v in positions.jaxpr.invars[:first] if v in plan.needs]
     # A chunk is computed again for each of its tokens.
     if WHOLE in plan.needs.get(tokens, ()) or positions.chunk > 1:
         plan.kept[tokens] = 1
-    _fix_source(plan, positions.jaxpr.invars[-1 - num_sources : -1])
+    _fix_source(plan, positions.jaxpr.invars[first:-1])
     return plan
 
 
@@ -146,9 +159,12 @@ def stored_order(plan: RowPlan, variable: Var, dim: int) -> tuple[int, ...]:
     A product is fastest if the dims that it is repeated over come first, then positions.
     """
     first: Sequence[int] = ()
+    same = {variable}
     for eqn in plan.positions.jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and variable in eqn.invars:
-            first = eqn.params["dimension_numbers"][1][list(eqn.invars).index(variable)]
+        if eqn.primitive.name == "convert_element_type" and same.intersection(eqn.invars):
+            same.update(eqn.outvars)
+        if eqn.primitive.name == "dot_general" and (read := same.intersection(eqn.invars)):
+            first = eqn.params["dimension_numbers"][1][list(eqn.invars).index(read.pop())]
     if dim in first:
         first = ()
     rest = [d for d in range(len(aval_of(variable).shape)) if d not in (*first, dim)]

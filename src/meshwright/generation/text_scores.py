@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from meshwright.errors import UserError
 from meshwright.generation.generate import vocabulary_of
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement, placement_of
-from meshwright.generation.token_decoder import LATER, split_model
+from meshwright.generation.token_decoder import LATER, SplitModel, split_model
 from meshwright.text.units import counted
 
 LOGIT_BYTES = 2**28
@@ -83,7 +83,7 @@ def windows(tokens: Tokens, length: int, stride: int) -> Iterator[tuple[Tokens, 
 
 
 def score_documents(
-    model: nnx.Module,
+    model: nnx.Module | SplitModel,
     documents: Sequence[Tokens],
     *,
     length: int,
@@ -112,12 +112,12 @@ def score_documents(
     parts = [window for tokens in documents for window in windows(tokens, length, stride)]
     if not parts:
         raise UserError("there is nothing to predict", why="no document has two tokens")
-    placement = placement or placement_of(jax.tree.leaves(nnx.state(model)))
-    placed, _ = placement.model(model)
-    logits_of, weights = split_model(placed)
-    most = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(placed, longest))) * placement.parts
-    run, nats = jax.jit(partial(_nats, logits_of, placement)), 0.0
-    for size, group in _by_length(parts, longest, exact=_needs_exact(placed, longest)).items():
+    split = model if isinstance(model, SplitModel) else split_model(model)
+    placement = placement or placement_of(split.weights)
+    split = replace(split, weights=placement.place(split)[0])
+    most = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(split, longest))) * placement.parts
+    run, nats = jax.jit(partial(_nats, split.logits_of, placement)), 0.0
+    for size, group in _by_length(parts, longest, exact=_needs_exact(split, longest)).items():
         rows = min(most, -(-len(group) // placement.parts) * placement.parts)
         for start in range(0, len(group), rows):
             tokens = np.zeros((rows, size), np.int32)
@@ -125,18 +125,18 @@ def score_documents(
             for row, (own, first) in enumerate(group[start : start + rows]):
                 tokens[row, : len(own)] = own
                 included[row, first : len(own)] = True
-            nats += float(np.asarray(run(weights, tokens, included), np.float64).sum())
+            nats += float(np.asarray(run(split.weights, tokens, included), np.float64).sum())
     total = sum(map(len, documents))
     firsts = sum(len(tokens) > 0 for tokens in documents)
     return TextScore(len(documents), total - firsts, firsts, num_bytes, nats)
 
 
-def _needs_exact(model: nnx.Module, length: int) -> bool:
+def _needs_exact(model: SplitModel, length: int) -> bool:
     """Whether padding would change scores; refuses a model that sees what it should predict."""
-    decoder, _ = make_decoder(model, length)
+    decoder = make_decoder(model, length)
     if decoder.sees == LATER:
         raise UserError(
-            f"{type(model).__name__} cannot be scored",
+            f"{model.structure.name} cannot be scored",
             why=f"{decoder.reason}, and those are what it should predict",
             fix="mask later positions in the model, as a decoder does",
         )

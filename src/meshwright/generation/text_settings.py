@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from meshwright.errors import UserError
 from meshwright.text.json_text import parse_json
 from meshwright.text.yaml_text import read_yaml
-from meshwright.weights.hf_folder import GENERATION, TOKENIZER, is_hf_folder
+from meshwright.weights.hf_folder import CONFIG, GENERATION, TOKENIZER, is_hf_folder
 from meshwright.weights.kept import HF_FOLDER
 from meshwright.weights.resolve import BYTES_WITHOUT_TOKENIZER
 
+HALF = {"bf16": "bfloat16", "fp16": "float16"}
+"""Formats of 16 bits by their names in `precision`."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,13 @@ class TextSettings:
     Attributes:
         folder: where the files are; None without any.
         bytes_are_tokens: whether the model was trained on bytes.
+        dtype: the format of 16 bits that the run computed in, or that the folder's config.json
+            names; None for float32.
     """
 
     folder: Path | None = None
     bytes_are_tokens: bool = False
+    dtype: str | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -55,7 +61,7 @@ class TextSettings:
     @cached_property
     def sampling(self) -> dict[str, Any]:
         """The settings of sampling that generation_config.json has; at temperature 0 if none."""
-        values = self._object(GENERATION)
+        values = self.read_object(GENERATION)
         if not values.get("do_sample"):
             penalty = values.get("repetition_penalty")
             return {} if penalty is None else {"repetition_penalty": penalty}
@@ -75,7 +81,8 @@ class TextSettings:
         path = None if self.folder is None else self.folder / name
         return path.read_bytes() if path is not None and path.is_file() else None
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def read_object(self, name: str) -> dict[str, Any]:
+        """Return what a JSON file has; nothing if there is none."""
         text = self._bytes(name)
         values = {} if text is None else parse_json(text)
         if not isinstance(values, dict):
@@ -90,13 +97,27 @@ def read_text_settings(path: str | Path) -> TextSettings:
         config = folder / "config.yaml"
         if (folder / FOLDER).is_dir() or config.is_file():
             values: Any = read_yaml(config.read_text()) if config.is_file() else None
-            data: Any = values.get("data") if isinstance(values, Mapping) else None
-            of_text = isinstance(data, Mapping) and data.get("kind") in BYTES_WITHOUT_TOKENIZER
-            plain = of_text and not data.get("tokenizer")
-            return TextSettings(folder / HF_FOLDER, bytes_are_tokens=plain)
+            kind, tokenizer = (_at(values, "data", key) for key in ("kind", "tokenizer"))
+            named = ("precision", "compute"), ("training", "mixed_precision")
+            asked = next(filter(None, (_at(values, *path) for path in named)), None)
+            bytes_are_tokens = kind in BYTES_WITHOUT_TOKENIZER and not tokenizer
+            return TextSettings(folder / HF_FOLDER, bytes_are_tokens, HALF.get(str(asked)))
         if (folder / TOKENIZER).is_file() or is_hf_folder(folder):
-            return TextSettings(folder)
+            return _of_hf_folder(TextSettings(folder))
     return TextSettings(path)
+
+
+def _of_hf_folder(found: TextSettings) -> TextSettings:
+    values = found.read_object(CONFIG)
+    named = [_at(values, *part, key) for part in ((), ("text_config",)) for key in _DTYPES]
+    return replace(found, dtype=next((name for name in named if name in HALF.values()), None))
+
+
+def _at(values: Any, *keys: str) -> Any:
+    """Return what is at a path of keys; None if nothing is."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+
+from meshwright.program.trace.precision_policy import follow_policy
+from meshwright.program.trace.scopes import module_scopes
 
 LATER, COUNT = "sees later tokens", "depends on how many tokens there are"
 """What a model may do that decoders do not."""
@@ -22,32 +28,61 @@ Source = tuple[Any, ...]
 """What the model reads besides tokens, such as the text that it translates: one array, or none."""
 
 
-@dataclass(frozen=True, eq=False)
-class LogitsOf:
-    """A model in evaluation mode, from weights, source and tokens [B, T] to logits [B, T, V].
+Kept = TypeVar("Kept")
+KEPT = 8
+"""Models and lengths of which something is kept."""
+
+
+class ModelStructure:
+    """What models of one program share; the same object for models alike.
 
     Attributes:
-        parts: its structure.
-        tree: that of its weights.
+        name: the name of the model's class.
+        graphdef: its structure.
+        tree: how its weights are arranged.
+    """
+
+    def __init__(self, model: nnx.Module, graphdef: Any, tree: Any) -> None:
+        self.name, self.graphdef, self.tree = type(model).__name__, graphdef, tree
+
+
+@dataclass(frozen=True, eq=False)
+class SplitModel:
+    """A model as a function of its weights.
+
+    Attributes:
+        structure: all but the weights.
+        weights: the values of its variables.
+        compute_dtype: what modules exchange instead of float32, as in training, where weights are
+            cast to it; None for what the model says. The logits are float32 then.
         source: the shapes of what one row has besides its tokens.
     """
 
-    parts: Any
-    tree: Any
+    structure: ModelStructure
+    weights: list[Any]
+    compute_dtype: Any = None
     source: Source = ()
 
-    def __call__(self, weights: Weights, tokens: Array) -> Array:
-        """Return logits; the source comes after the weights."""
+    @property
+    def shapes(self) -> SplitModel:
+        """The model without values: programs are kept for other calls, weights are not."""
+        structs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in self.weights]
+        return replace(self, weights=structs)
+
+    def logits_of(self, weights: Weights, tokens: Array) -> Array:
+        """Return the logits [B, T, V] of tokens [B, T]; the source comes after the weights."""
         own = len(weights) - len(self.source)
         # A copy per call, because a call may change the model, such as counters of random streams.
-        values = jax.tree.unflatten(self.tree, list(weights[:own]))
-        copied = nnx.merge(self.parts, values, copy=True)
+        state = jax.tree.unflatten(self.structure.tree, list(weights[:own]))
+        copied = nnx.merge(self.structure.graphdef, state, copy=True)
         copied.eval()
-        return copied(*weights[own:], tokens)
+        follow_policy(copied, self.compute_dtype)
+        with module_scopes(copied, self.compute_dtype):
+            return copied(*weights[own:], tokens)
 
 
 class TokenDecoder(Protocol):
-    """Computes the logits of the next token; both methods can be traced.
+    """Computes the logits of the next token; `start` and `step` can be traced.
 
     Attributes:
         length: the most tokens of a row, prompt and continuation together.
@@ -60,13 +95,17 @@ class TokenDecoder(Protocol):
     reason: str
     sees: str
 
+    def prepare(self, weights: Weights) -> Weights:
+        """Return what the other methods take as weights, from the values of the variables."""
+        ...
+
     def start(
         self, weights: Weights, tokens: Array, lengths: Array, source: Source = ()
     ) -> tuple[Array, Cache]:
         """Read the prompts.
 
         Args:
-            weights: the values of the model's variables.
+            weights: from `prepare`.
             tokens: int32 [B, P], each row padded at its end.
             lengths: int32 [B], the tokens of each row without padding, at least one.
             source: what each row has besides its tokens, [B, …].
@@ -82,7 +121,7 @@ class TokenDecoder(Protocol):
         """Read one more token of each row.
 
         Args:
-            weights: the values of the model's variables.
+            weights: from `prepare`.
             cache: from the last call.
             tokens: int32 [B].
             positions: int32 [B], where they stand in their rows.
@@ -100,16 +139,20 @@ class RecomputingDecoder:
     If more than earlier tokens counts, rows are not padded, and each length has its own program.
 
     Attributes:
-        logits_of: the model.
+        model: the model, without values.
         length: the most tokens of a row.
         reason: why nothing is kept.
         sees: what the logits depend on besides earlier tokens.
     """
 
-    logits_of: LogitsOf
+    model: SplitModel
     length: int
     reason: str
     sees: str = ""
+
+    def prepare(self, weights: Weights) -> Weights:
+        """Return the weights; see `TokenDecoder`."""
+        return weights
 
     def start(
         self, weights: Weights, tokens: Array, lengths: Array, source: Source = ()
@@ -140,8 +183,8 @@ class RecomputingDecoder:
             return ""
         random = np.random.default_rng(0)
         row = random.integers(0, vocabulary, (1, self.length), np.int32)
-        logits_of = jax.jit(self.logits_of)
-        weights = [*weights, *(jnp.ones(s.shape, s.dtype) for s in self.logits_of.source)]
+        logits_of = jax.jit(self.model.logits_of)
+        weights = [*weights, *(jnp.ones(s.shape, s.dtype) for s in self.model.source)]
         logits = logits_of(weights, row)
         scale, eps = jnp.abs(logits).max(), float(jnp.finfo(logits.dtype).eps)
         half = self.length // 2
@@ -166,20 +209,104 @@ class RecomputingDecoder:
     def _logits(self, weights: Weights, window: Array, positions: Array, source: Source) -> Array:
         # Row by row as far as the model can tell: some mix the rows of a batch.
         def one(row: Array, source: Source) -> Array:
-            return self.logits_of(with_source(weights, source), row[None])[0]
+            return self.model.logits_of(with_source(weights, source), row[None])[0]
 
         logits = jax.vmap(one)(window, source)
         return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
 
 
-def split_model(model: nnx.Module, source: Source = ()) -> tuple[LogitsOf, list[Array]]:
-    """Return a model in evaluation mode as a function of its weights, and the weights."""
-    graphdef, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(state)
-    rows = tuple(jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype) for s in source)
-    return LogitsOf(graphdef, tree, rows), leaves
+class _Seen(NamedTuple):
+    """A model that was taken apart: its attributes then, and its variables in their order."""
+
+    structure: ModelStructure
+    attributes: list[tuple[dict[str, Any], list[Any]]]
+    variables: list[nnx.Variable[Any]]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the model has the same parts still; Flax would take long to tell."""
+        return all(
+            len(now) == len(then) and all(map(is_, now.values(), then))
+            for now, then in self.attributes
+        )
+
+
+_seen: WeakKeyDictionary[nnx.Module, _Seen] = WeakKeyDictionary()
+_structures: OrderedDict[Any, ModelStructure] = OrderedDict()
 
 
 def with_source(weights: Weights, source: Source) -> list[Array]:
-    """Return what `LogitsOf` takes for one row."""
+    """Return what `SplitModel.logits_of` takes for one row."""
     return [*weights, *(each[None] for each in source)]
+
+
+def split_model(model: nnx.Module, compute_dtype: Any = None, source: Source = ()) -> SplitModel:
+    """Take a model apart.
+
+    Args:
+        model: the model.
+        compute_dtype: see `SplitModel`.
+        source: what rows have besides tokens, as arrays [B, …] or their shapes.
+    """
+    structure, weights = _parts(model)
+    rows = tuple(jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype) for s in source)
+    return SplitModel(structure, weights, compute_dtype, rows)
+
+
+def _parts(model: nnx.Module) -> tuple[ModelStructure, list[Any]]:
+    seen = _seen.get(model)
+    if seen is not None and seen.unchanged:
+        return seen.structure, [variable.get_raw_value() for variable in seen.variables]
+    graphdef, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    structure = ModelStructure(model, graphdef, tree)
+    try:
+        structure = _structures.pop(graphdef, structure)
+        _structures[graphdef] = structure
+    except TypeError:
+        # A model with attributes that have no hash.
+        return structure, leaves
+    while len(_structures) > KEPT:
+        _structures.popitem(last=False)
+    attributes: list[tuple[dict[str, Any], list[Any]]] = []
+    found: dict[int, Any] = {}
+    if _walk(model, attributes, found) and all(id(leaf) in found for leaf in leaves):
+        _seen[model] = _Seen(structure, attributes, [found[id(leaf)] for leaf in leaves])
+    return structure, leaves
+
+
+def _walk(part: Any, attributes: list[Any], found: dict[int, Any]) -> bool:
+    """Note the attributes of modules and the variables; return whether nothing else can change."""
+    attributes.append((vars(part), [*vars(part).values()]))
+    for name, value in vars(part).items():
+        if isinstance(value, nnx.Variable):
+            # Several variables with one array may have different ones later.
+            if found.setdefault(id(value.get_raw_value()), value) is not value:
+                return False
+        elif name.startswith("_pytree__"):
+            continue
+        elif isinstance(value, nnx.Pytree):
+            if not _walk(value, attributes, found):
+                return False
+        elif isinstance(value, list | dict | set | np.ndarray | jax.Array):
+            return False
+    return True
+
+
+def remembered(kept: OrderedDict[Any, Kept], model: SplitModel, more: Any, make: Any) -> Kept:
+    """Return what was made for a model of the same program, or make it.
+
+    Args:
+        kept: what was made, the last used last.
+        model: the model.
+        more: what else it depends on.
+        make: makes it.
+    """
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in model.weights)
+    wide = jax.config.values["jax_enable_x64"]
+    key = (model.structure, shapes, model.compute_dtype, model.source, more, wide)
+    found = kept.pop(key, None)
+    kept[key] = found = make() if found is None else found
+    while len(kept) > KEPT:
+        kept.popitem(last=False)
+    return found

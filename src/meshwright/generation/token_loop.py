@@ -128,38 +128,66 @@ class TokenLoop:
     chunk: int = CHUNK
     pace: Pace = field(default_factory=Pace)
 
-    def run(self, rows: Sequence[Row], watch: Watch = lambda row: None) -> None:
+    def run(
+        self, rows: Sequence[Row], watch: Watch = lambda row: None, *, may_stop: bool = True
+    ) -> None:
         """Continue rows until all have ended.
 
         A batch runs at most 2 + log2(rows) programs of the model.
+
+        Args:
+            rows: the rows.
+            watch: looks at rows with new tokens.
+            may_stop: whether rows may end before their limits. If not, devices go on with the next
+                tokens while the last ones are looked at.
         """
-        numbers = self.sampling.numbers(self.programs.vocabulary, self.seed)
-        method, take = self.sampling.method, self.programs.take
-        slots: list[Row | None] = [*rows]
-        size = row_bucket(len(rows), self.programs.placement)
-        slots += [None] * (size - len(rows))
-        decoder = self.programs.decoder
+        programs, method, decoder = self.programs, self.sampling.method, self.programs.decoder
+        numbers = programs.placement.put(self.sampling.numbers(programs.vocabulary, self.seed))
+        size = row_bucket(len(rows), programs.placement)
+        slots: list[Row | None] = [*rows, *[None] * (size - len(rows))]
         most = len(rows[0].prompt.tokens) if decoder.sees else decoder.length
-        prompts = _prompts(slots, self.programs.placement, most)
-        cache, state, new = self.programs.start(self.weights, numbers, prompts, method=method)
-        self._add(slots, new, watch)
-        chunk = 1 if decoder.sees else self.chunk
-        steps = chunk_size(max(row.limit for row in rows) - 1, chunk)
-        while going := [n for n, row in enumerate(slots) if row is not None and not row.ended]:
-            size = row_bucket(len(going), self.programs.placement)
+        prompts = _prompts(slots, programs.placement, most)
+        cache, state, new = programs.start(self.weights, numbers, prompts, method=method)
+        unread, known, since = [(False, slots, new)], False, 0.0
+        left = [0 if row is None else row.limit - 1 for row in slots]
+        steps = chunk_size(max(left), 1 if decoder.sees else self.chunk)
+        while True:
+            while len(unread) > (0 if may_stop else 1):
+                since = self._note(*unread.pop(0), watch, since, known)
+            going = [n for n, row in enumerate(slots) if row and not row.ended and left[n] > 0]
+            if not going:
+                break
+            size = row_bucket(len(going), programs.placement)
             if size < len(slots):
                 which = going + going[:1] * (size - len(going))
-                cache, state = take(cache, state, np.array(which, np.int32))
+                cache, state = programs.take(cache, state, np.array(which, np.int32))
                 slots = [*(slots[n] for n in going), *[None] * (size - len(going))]
-            known, started = (size, steps, method) in self.programs.ran, time.perf_counter()
-            cache, state, new = self.programs.advance(
+                left = [*(left[n] for n in going), *[0] * (size - len(going))]
+            known = (size, steps, method) in programs.ran and not decoder.sees
+            programs.ran.add((size, steps, method))
+            cache, state, new = programs.advance(
                 self.weights, numbers, cache=cache, rows=state, method=method, steps=steps
             )
-            added = self._add(slots, new, watch)
-            if known and not decoder.sees:
-                self.pace.tokens += added
-                self.pace.seconds += time.perf_counter() - started
-            self.programs.ran.add((size, steps, method))
+            unread.append((known, slots, new))
+            left = [count - steps for count in left]
+        for each in unread:
+            since = self._note(*each, watch, since, known)
+
+    def _note(
+        self,
+        timed: bool,
+        slots: Sequence[Row | None],
+        new: NewTokens,
+        watch: Watch,
+        since: float,
+        known: bool,
+    ) -> float:
+        """Add new tokens, and note how long they took unless a program was compiled meanwhile."""
+        added, now = self._add(slots, new, watch), time.perf_counter()
+        if timed and known:
+            self.pace.tokens += added
+            self.pace.seconds += now - since
+        return now
 
     def _add(self, slots: Sequence[Row | None], new: NewTokens, watch: Watch) -> int:
         """Add new tokens to the rows that go on; return how many."""

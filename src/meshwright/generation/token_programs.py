@@ -7,16 +7,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
-from meshwright.generation.token_decoder import Cache, Source, TokenDecoder, Weights
-
-KEPT = 8
-"""Models and lengths whose programs are kept."""
+from meshwright.generation.token_decoder import (
+    Cache,
+    Source,
+    SplitModel,
+    TokenDecoder,
+    Weights,
+    remembered,
+)
 
 
 class Rows(NamedTuple):
@@ -179,31 +182,20 @@ _kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
 
 
 def token_programs(
-    model: nnx.Module, length: int, placement: RowPlacement, vocabulary: int, source: Source = ()
-) -> tuple[TokenPrograms, Weights]:
-    """Return the programs of a model, from an earlier call if there are any, and its weights.
+    model: SplitModel, length: int, placement: RowPlacement, vocabulary: int
+) -> TokenPrograms:
+    """Return the programs of a model, from an earlier call if there are any.
 
     Args:
         model: the model, with its weights where they are needed.
         length: the most tokens of a row.
         placement: where rows are.
         vocabulary: how many tokens the model knows.
-        source: what prompts have besides their tokens.
     """
-    graphdef, state = nnx.split(model)
-    weights = jax.tree.leaves(state)
-    shapes = tuple((a.shape, str(a.dtype)) for a in (*weights, *(s[:1] for s in source)))
-    key = (graphdef, shapes, length, placement, jax.config.values["jax_enable_x64"])
-    try:
-        kept = _kept.get(key)
-    except TypeError:
-        # A model with attributes that have no hash.
-        decoder, weights = make_decoder(model, length, source)
-        return TokenPrograms(decoder, placement, vocabulary), weights
-    if kept is None:
-        decoder, weights = make_decoder(model, length, source)
-        _kept[key] = kept = TokenPrograms(decoder, placement, vocabulary)
-    _kept.move_to_end(key)
-    while len(_kept) > KEPT:
-        _kept.popitem(last=False)
-    return kept, weights
+
+    def make() -> TokenPrograms:
+        divided, kernel = placement.divides_weights, placement.kernel
+        decoder = make_decoder(model, length, divided=divided, kernel=kernel)
+        return TokenPrograms(decoder, placement, vocabulary)
+
+    return remembered(_kept, model, (length, placement), make)

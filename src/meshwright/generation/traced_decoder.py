@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import numpy as np
 
 from meshwright.errors import typed_line
 from meshwright.generation.positions import NotIncremental
-from meshwright.generation.token_decoder import COUNT, LogitsOf, Weights
+from meshwright.generation.prompt_attention import PromptAttention, find_attention
+from meshwright.generation.shared_operands import share_operands
+from meshwright.generation.token_decoder import COUNT, SplitModel
 from meshwright.program.dims.op import primitives
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
 from meshwright.program.jaxpr.equations import (
@@ -22,6 +25,7 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Value,
     Var,
+    aval_of,
     scan_counts,
     structs_of,
 )
@@ -51,45 +55,100 @@ class TracedDecoder:
     """A model's program for rows of any length.
 
     Args:
-        logits_of: the model.
-        weights: the values of its variables, or arrays of their shapes.
+        model: the model, with values or their shapes.
         length: the most tokens of a row.
         chunk: the model divides positions into chunks of so many.
+        divided: whether devices have parts of weights; then those of one input are not joined.
+        kernel: what computes attention over whole prompts; empty for the model's own operations.
 
     Attributes:
         short: the program for few positions; what is known of the program is found here.
     """
 
-    def __init__(self, logits_of: LogitsOf, weights: Weights, length: int, chunk: int = 1) -> None:
-        self._logits_of, self.chunk, self.num_sources = logits_of, chunk, len(logits_of.source)
+    def __init__(
+        self,
+        model: SplitModel,
+        length: int,
+        chunk: int = 1,
+        *,
+        divided: bool = False,
+        kernel: str = "",
+    ) -> None:
         # Programs are kept for other calls, weights are not.
-        self._weights: Any = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
+        self._model, self.chunk, self.num_sources = model.shapes, chunk, len(model.source)
+        self.divided, self._kernel = divided, kernel
+        self._attention: dict[int, list[PromptAttention]] = {}
         self._loops: list[bool] = []
         short = SHORT if length > SHORT else length - 1
         if chunk > 1:
             short = chunk * (SHORT_CHUNKS + 2 * (length == chunk * SHORT_CHUNKS))
         if short < 4:
             raise NotIncremental(f"{length} tokens are too few to tell positions from other dims")
-        loops = Loops(short, self._loops, chunk=chunk)
-        self.short = trace_row(logits_of, self._weights, short, loops)
+        self.short = self._trace(short, Loops(short, self._loops, chunk=chunk))
         self._programs: dict[int, ClosedJaxpr] = {}
 
     def of_length(self, length: int) -> ClosedJaxpr:
         """Return the program for a length; raises `NotIncremental` if it is another one."""
         if length not in self._programs:
-            loops = Loops(length, self._loops, again=True)
-            program = trace_row(self._logits_of, self._weights, length, loops)
+            program = self._trace(length, Loops(length, self._loops, again=True))
             _compare(self.short, program)
             self._programs[length] = program
         return self._programs[length]
 
+    def attention(self, length: int) -> dict[Var, PromptAttention]:
+        """Return, by variable of the short program, what kernels compute in that of a length."""
+        program = self.of_length(length).jaxpr
+        names = dict(
+            zip(
+                (*program.constvars, *program.invars),
+                (*self.short.jaxpr.constvars, *self.short.jaxpr.invars),
+                strict=True,
+            )
+        )
+        for one, other in zip(program.eqns, self.short.jaxpr.eqns, strict=True):
+            names.update(zip(one.outvars, other.outvars, strict=True))
+        return {
+            names[one.output]: one._replace(operands=tuple(names[v] for v in one.operands))
+            for one in self._attention[length]
+        }
 
-def trace_row(logits_of: LogitsOf, weights: Weights, length: int, loops: Loops) -> ClosedJaxpr:
+    def of_weights(self, length: int) -> set[Var]:
+        """Return the variables of the short program that are made of weights alone.
+
+        What is made of no weight either, such as frequencies, is left to compilers, which see that
+        it is the same in all blocks.
+        """
+        short, long = self.short.jaxpr, self.of_length(length).jaxpr
+        found = set(short.invars[: -1 - self.num_sources])
+        pairs = zip(short.constvars, long.constvars, strict=True)
+        constant = {a for a, b in pairs if aval_of(a).shape == aval_of(b).shape}
+        for eqn, other in zip(short.eqns, long.eqns, strict=True):
+            read = {a for a in eqn.invars if not isinstance(a, Literal)}
+            shapes = [[aval_of(v).shape for v in each.outvars] for each in (eqn, other)]
+            if not read <= found | constant or shapes[0] != shapes[1]:
+                continue
+            (found if read & found else constant).update(eqn.outvars)
+        return found
+
+    def _trace(self, length: int, loops: Loops) -> ClosedJaxpr:
+        flat = trace_row(self._model, length, loops)
+        found = find_attention(flat, self._kernel)
+        read = [v for one in found for v in (*one.operands, one.output)]
+        count = len(self._model.weights)
+        shared = share_operands(flat, 0 if self.divided else count, also=read)
+        # What attention reads and makes is returned too, to know its variables in this program.
+        names = iter(shared.jaxpr.outvars[len(shared.jaxpr.outvars) - len(read) :])
+        self._attention[length] = [
+            one._replace(operands=tuple(islice(names, 3)), output=next(names)) for one in found
+        ]
+        return shared
+
+
+def trace_row(model: SplitModel, length: int, loops: Loops) -> ClosedJaxpr:
     """Return a model's program for one row, without calls and short loops."""
-    structs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in (*weights, *logits_of.source)]
-    structs.append(jax.ShapeDtypeStruct((1, length), jnp.int32))
+    structs = [*model.shapes.weights, *model.source, jax.ShapeDtypeStruct((1, length), jnp.int32)]
     try:
-        traced = jax.make_jaxpr(lambda *args: logits_of(args[:-1], args[-1]))(*structs)
+        traced = jax.make_jaxpr(lambda *args: model.logits_of(args[:-1], args[-1]))(*structs)
     except Exception as error:
         said = f"called with {counted(length, 'token')}, the model raises {typed_line(error)}"
         raise NotIncremental(said) from error

@@ -113,6 +113,9 @@ MODEL_AXES = tuple(axis.name for axis in MESH_AXES.values() if axis.shards_model
 PIPE = "pipe"
 """The axis of pipeline stages."""
 
+TENSOR = "tensor"
+"""The axis that divides the dims of weights."""
+
 ALIASES = {alias: axis.name for axis in MESH_AXES.values() for alias in axis.aliases}
 
 INFER = -1

@@ -55,13 +55,13 @@ class AttentionKernel:
         form = cudnn_attention if self.name == "cudnn" and env.evaluator.weights.casts else None
         form = planned_attention if form and self.planned else form
         attend = (form or xla_attention)(self.operands.allowed, self.operands.scale)
-        run = partial(_run, self.operands, attend)
+        run = partial(run_attention, self.operands, attend)
         inputs = [env.read(variable) for variable in region.inputs]
         specs = [self.layouts.get(v) for v in (*region.inputs, *region.outputs)]
         return [run_locally(run, inputs, specs[:-1], specs[-1], mesh)]
 
 
-def _run(operands: AttentionOperands, attend: Attend, *arrays: Any) -> Any:
+def run_attention(operands: AttentionOperands, attend: Attend, *arrays: Any) -> Any:
     """Evaluate attention on arrays with the dims of the program."""
     query, key, value = arrays[:3]
     count = operands.num_batch

@@ -20,7 +20,7 @@ from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.generation.generate import Generated, generate
-from meshwright.generation.text_settings import read_text_settings
+from meshwright.generation.text_settings import HALF, read_text_settings
 from meshwright.processes import broadcast, is_main
 from meshwright.runtime.other_names import formerly
 from meshwright.step.assemble import Assembled
@@ -209,8 +209,7 @@ class FitResult:
         """
         if self.run_dir is not None:
             settings.setdefault("tokenizer", read_text_settings(self.run_dir))
-        formats = {"bf16": "bfloat16", "fp16": "float16"}
-        settings.setdefault("dtype", formats.get(self.assembled.plan.precision))
+        settings.setdefault("dtype", HALF.get(self.assembled.plan.precision))
         return generate(self.model, prompts, **settings)
 
     def summary(self) -> dict[str, Any]:
