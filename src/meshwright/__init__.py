@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Plan
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
+    from meshwright.tasks.dpo import DPO
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
     from meshwright.trainer.incidents.replay import replay
     from meshwright.trainer.trained.export_hf import export_hf
@@ -43,6 +44,7 @@ _NAMES = {
     "ChatData": "meshwright.data.chat_source",
     "CheckpointConfig": "meshwright.config.schema",
     "Config": "meshwright.config.schema",
+    "DPO": "meshwright.tasks.dpo",
     "EarlyStopping": "meshwright.trainer",
     "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
@@ -73,6 +75,7 @@ _NAMES = {
 }
 
 __all__ = [
+    "DPO",
     "ArraySource",
     "Callback",
     "ChatData",
