@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import jax
@@ -269,6 +270,7 @@ def _eval_loss(config: Config, task: HasLoss) -> Loss | None:
 def _explained(loss: Loss, config: Config, setting: str | None = None) -> Loss:
     """Return the loss with exceptions turned into errors about the config."""
 
+    @wraps(loss)
     def explained(model: Model, batch: Batch) -> LossOutput:
         try:
             with explaining_axis_names():

@@ -7,7 +7,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import UserError
-from meshwright.tasks.dpo import DPO, reference_fields
+from meshwright.tasks.dpo import DPO
 
 pytestmark = pytest.mark.quick
 
@@ -117,7 +117,7 @@ def test_metrics_are_means_over_pairs():
 
 def test_the_initial_model_is_its_own_reference():
     model = lambda x: jnp.asarray(TABLE)[x]  # noqa: E731
-    reference = jax.jit(lambda batch: reference_fields(model, batch))(BATCH)
+    reference = jax.jit(lambda batch: DPO().initial_fields(model, batch))(BATCH)
     loss, metrics = jax.jit(lambda batch: DPO().loss(model, batch))({**BATCH, **reference})
     assert float(metrics["margin"].total) == 0
     assert float(loss.mean) == pytest.approx(np.log(2))

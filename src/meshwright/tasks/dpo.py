@@ -18,6 +18,7 @@ from meshwright.weighted import Weighted
 Variant = Literal["dpo", "ipo", "orpo"]
 
 SIDES = ("chosen", "rejected")
+REFERENCE = ("reference_chosen", "reference_rejected")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class DPO:
             margins = self.beta * (means[:, 0] - means[:, 1])
             losses = -means[:, 0] - self.beta * jax.nn.log_sigmoid(_odds(means))
         else:
-            reference = jnp.stack([read_field(batch, f"reference_{s}") for s in SIDES], axis=1)
+            reference = jnp.stack([_reference(batch, name) for name in REFERENCE], axis=1)
             moved = totals - jax.lax.stop_gradient(reference).astype(totals.dtype)
             margins = self.beta * (moved[:, 0] - moved[:, 1])
             losses = self._pair_losses(moved, lengths)
@@ -96,18 +97,22 @@ class DPO:
         return -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
 
     @property
-    def initial_fields(self) -> Callable[..., dict[str, Array]] | None:
-        """What the initial model computes of each pair, once; None if nothing."""
-        return None if self.variant == "orpo" else reference_fields
+    def initial_names(self) -> tuple[str, ...]:
+        """The fields that the initial model computes of each pair, once."""
+        return () if self.variant == "orpo" else REFERENCE
+
+    def initial_fields(self, model: Callable[..., Array], batch: Batch) -> dict[str, Array]:
+        """Return the log-probabilities of both answers in a model, [B] each."""
+        totals, _ = answers(model, batch)
+        return {name: totals[:, n] for n, name in enumerate(REFERENCE)}
 
     def example_batch(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of tokens, int32 [B, T+1], and masks, bool [B, T+1]."""
+        """Return the shapes of tokens, int32 [B, T+1], masks, bool [B, T+1], and references."""
         shape = (batch_size, self.context_length + 1)
-        return {
-            f"{side}{end}": jax.ShapeDtypeStruct(shape, dtype)
-            for side in SIDES
-            for end, dtype in (("", np.int32), ("_mask", np.bool_))
-        }
+        tokens = {side: jax.ShapeDtypeStruct(shape, np.int32) for side in SIDES}
+        masks = {f"{side}_mask": jax.ShapeDtypeStruct(shape, np.bool_) for side in SIDES}
+        reference = jax.ShapeDtypeStruct((batch_size,), np.float32)
+        return tokens | masks | dict.fromkeys(self.initial_names, reference)
 
     def synthetic_batch(self, seed: int, batch_size: int) -> dict[str, np.ndarray]:
         """Return rows that count upwards; answers do so, if chosen, or repeat their first token."""
@@ -117,8 +122,12 @@ class DPO:
         begin = random.integers(1, max(length // 2, 2), size=(batch_size, 1))
         places = np.arange(length)
         rows = {"chosen": start + places, "rejected": start + np.minimum(places, begin)}
+        mask = places >= begin
+        # Those of a model to which all tokens are equally likely.
+        nats = np.log(self.vocab_size) * mask.sum(axis=1)
+        reference = {name: -nats.astype(np.float32) for name in self.initial_names}
         tokens = {side: (row % self.vocab_size).astype(np.int32) for side, row in rows.items()}
-        return tokens | {f"{side}_mask": places >= begin for side in SIDES}
+        return tokens | {f"{side}_mask": mask for side in SIDES} | reference
 
 
 def answers(model: Callable[..., Array], batch: Batch) -> tuple[Array, Array]:
@@ -139,10 +148,15 @@ def answers(model: Callable[..., Array], batch: Batch) -> tuple[Array, Array]:
     return -(nats * counted).sum(axis=-1).reshape(pairs), counted.sum(axis=-1).reshape(pairs)
 
 
-def reference_fields(model: Callable[..., Array], batch: Batch) -> dict[str, Array]:
-    """Return the log-probabilities of both answers as fields of a batch, [B] each."""
-    totals, _ = answers(model, batch)
-    return {f"reference_{side}": totals[:, n] for n, side in enumerate(SIDES)}
+def _reference(batch: Batch, name: str) -> Array:
+    if name in batch:
+        return batch[name]
+    raise UserError(
+        f"the batch has no field '{name}'",
+        why="the trainer computes it once for every sample, of data whose samples have numbers",
+        fix="give a dict of arrays, a dataset with a length or mw.PreferenceData; or add the "
+        f"field, or write {Setting('task.variant', 'orpo')}, which needs no reference",
+    )
 
 
 def _odds(means: Array) -> Array:

@@ -66,6 +66,7 @@ from meshwright.trainer.run_log import (
     work_per_step,
 )
 from meshwright.trainer.run_progress import Meter, Progress, Work
+from meshwright.trainer.starting.from_initial import fill_tables
 from meshwright.trainer.starting.learning_rate import LearningRate, find_schedule
 from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
@@ -190,6 +191,7 @@ class TrainingRun:
             self._log_start(log, compiled)
             with self._advice.during(lambda: "placing the state", known):
                 state = self._restoring.first_state(tracker, progress, self._callbacks)
+                fill_tables(self._programs, state, self._trainer.loss, self._restoring, tracker)
                 checkpointer = make_checkpointer(
                     asked,
                     self._form,
