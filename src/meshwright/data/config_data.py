@@ -38,12 +38,13 @@ _SOURCES = {
     "arrays": "arrays:array_files",
     "images": "images:image_source",
     "digits": "digits:DigitSource",
+    "preference": "preference:preference_source",
 }
 
 DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic", "mixture")
 """The kinds a data section may name."""
 
-TOKENIZED = ("text", "jsonl", "parquet", "array_record")
+TOKENIZED = ("text", "jsonl", "parquet", "array_record", "preference")
 """Kinds whose texts are tokenized."""
 
 _HELD_OUT_STREAM = (1,)

@@ -1,4 +1,4 @@
-"""What the initial model computes once for every sample: at the start of a run, kept for resumes."""
+"""What the initial model computes once for every sample, at the start of a run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from meshwright.processes import agree, attempt_on_main
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.runtime.activity import activity
 from meshwright.step.state import TrainState
+from meshwright.text.units import counted
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.evaluating.evaluation import predict
 from meshwright.trainer.programs import Programs
@@ -47,10 +48,10 @@ def fill_tables(
         if begun:
             _read_table(data, files)
         else:
-            with activity("computing what the loss needs of the initial model"):
+            named = f"{' and '.join(data.names)} of {counted(len(data.source), 'sample')}"
+            with activity(f"computing {named}"):
                 data.table.update(predict(programs, state, data, task_of(loss).initial_fields))
-            text = f"{' and '.join(data.names)} of {len(data.source):,} samples are computed"
-            tracker.event("initial_fields", 0, f"{text}, with the initial model", {})
+            tracker.event("note", 0, f"the initial model computed {named}", {})
         if asked.run_dir is not None:
             problem = attempt_on_main(partial(_write, files[0], data.table, keep=begun))
             if problem:
