@@ -129,6 +129,40 @@ class View:
         return known
 
 
+@dataclass(frozen=True)
+class StackedView(View):
+    """A kernel [in, out] that is one of several on top of each other in a tensor [outs, in].
+
+    Attributes:
+        heights: the names of their sizes; ``part`` is the index of this one.
+    """
+
+    heights: tuple[str, ...] = ()
+
+    def tensor_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return sum(sizes[name] for name in self.heights), shape[0]
+
+    def read(
+        self,
+        tensor: Tensor,
+        ranges: Sequence[Range],
+        shape: Sequence[int],
+        sizes: Mapping[str, int],
+    ) -> NDArray[Any]:
+        """Read a slice of the kernel."""
+        above = self._above(sizes)
+        return tensor.read([(above + ranges[1][0], above + ranges[1][1]), ranges[0]]).T
+
+    def put(self, array: NDArray[Any], tensor: NDArray[Any], sizes: Mapping[str, int]) -> None:
+        """Write the kernel into its part of a whole tensor."""
+        above = self._above(sizes)
+        tensor[above : above + array.shape[1]] = array.T
+
+    def _above(self, sizes: Mapping[str, int]) -> int:
+        return sum(sizes[name] for name in self.heights[: self.part])
+
+
 VECTOR = View("d -> d")
 MATRIX = View("i o -> i o")
 TRANSPOSED = View("o i -> i o")
