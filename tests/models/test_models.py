@@ -45,8 +45,8 @@ def test_every_kind_has_its_shapes_listed_here():
 
 @pytest.mark.parametrize(
     "kind",
-    # A whole ResNet-50 is traced slowly; its output is also that of tests/models/test_resnet.py. The
-    # others are the classes of other kinds.
+    # A whole ResNet-50 is traced slowly; its output is also that of tests/models/test_resnet.py.
+    # The others have classes that others test.
     [
         pytest.param(k, marks=[pytest.mark.full] * (k in ("resnet", "gemma2", "mistral", "phi3")))
         for k in MODEL_KINDS
