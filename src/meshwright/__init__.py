@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwright.data.arrays import ArraySource
     from meshwright.data.chat_source import ChatData
     from meshwright.data.mixture import mix
+    from meshwright.data.preference import PreferenceData
     from meshwright.data.samples import Samples
     from meshwright.data.text_source import TextData
     from meshwright.errors import UserError
@@ -48,6 +49,7 @@ _NAMES = {
     "EarlyStopping": "meshwright.trainer",
     "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
+    "PreferenceData": "meshwright.data.preference",
     "Samples": "meshwright.data.samples",
     "ShardingConfig": "meshwright.config.schema",
     "StopReason": "meshwright.trainer",
@@ -84,6 +86,7 @@ __all__ = [
     "EarlyStopping",
     "PipelineConfig",
     "Plan",
+    "PreferenceData",
     "Samples",
     "ShardingConfig",
     "StopReason",

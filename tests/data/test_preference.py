@@ -7,8 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import meshwright as mw
 from meshwright.data.preference import preference_source
 from meshwright.data.sentences import is_sentence
+from meshwright.data.token_cache import take_origins
 from meshwright.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -97,12 +99,12 @@ def test_conversations_are_written_by_the_template(name, form, tmp_path, tokeniz
     ("record", "why"),
     [
         (3, "it is an int, not an object"),
-        ({"prompt": "a", "chosen": "b"}, "it has no `rejected`, but prompt, chosen"),
+        ({"prompt": "a", "chosen": "b"}, "it has no `rejected`, but `prompt`, `chosen`"),
         ({"chosen": "b", "rejected": "c"}, "it has no `prompt`"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "`rejected` is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "`prompt` is a str and `rejected` an int"),
         ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "both as text, or both as lists"),
-        (CHATS[0], "`prompt` is a list of messages, and data.tokenizer is not set"),
         (
             {"chosen": [said("user", "a")], "rejected": [said("user", "b")]},
             "do not begin alike and go on differently",
@@ -111,43 +113,44 @@ def test_conversations_are_written_by_the_template(name, form, tmp_path, tokeniz
 )
 def test_a_bad_record_is_named_or_skipped(record, why, tmp_path):
     path = write(tmp_path / "pairs.jsonl", [*TEXTS, record])
-    with pytest.raises(UserError, match="line 3 cannot be read") as error:
+    with pytest.raises(UserError, match="line 3 is not a pair of answers") as error:
         read(path, tmp_path)
     assert why in error.value.why
-    with pytest.warns(UserWarning, match="1 corrupt record was skipped"):
+    with pytest.warns(UserWarning, match="1 record of another form skipped"):
         assert len(read(path, tmp_path, on_corrupt="skip")) == 2
 
 
-def test_an_answer_without_tokens_is_a_bad_record(tmp_path, tokenizer_file):
-    record = {"prompt": "the", "chosen": " axis", "rejected": ""}
-    path = write(tmp_path / "pairs.jsonl", [*TEXTS, record])
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes().replace(b"endof", b"x"))
-    with pytest.raises(UserError, match="line 3 cannot be read") as error:
-        read(path, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
-    assert error.value.why == "`rejected` has no tokens after the prompt"
+def test_conversations_without_a_template_say_what_is_missing(tmp_path):
+    with pytest.raises(UserError, match="there is no chat template"):
+        read(write(tmp_path / "pairs.jsonl", CHATS), tmp_path)
 
 
 def test_too_long_a_pair_is_cut_dropped_or_refused(tmp_path):
     path = write(tmp_path / "pairs.jsonl", TEXTS)
-    with pytest.warns(UserWarning, match="1 of 2 pairs .* are cut: rows have 9 tokens"):
-        batch = read(path, tmp_path, sequence_length=9).rows(np.arange(2))
+    take_origins()
+    batch = read(path, tmp_path, sequence_length=9).rows(np.arange(2))
+    assert "1 of 2 pairs" in take_origins()[-1]
     # "blue ☃\n" has nine bytes, which leaves one for both prompts.
     assert texts(batch, "chosen", 1) == (" blue ☃\n", "blue ☃\n")
     assert texts(batch, "rejected", 1) == (" green\n", "green\n")
     assert texts(batch, "chosen", 0) == ("2+2=4\n", "4\n")
-    with pytest.warns(UserWarning, match="are left out"):
-        assert len(read(path, tmp_path, sequence_length=9, too_long="drop")) == 1
-    with pytest.raises(UserError, match=r"1 of 2 pairs .* are too long") as error:
+    assert len(read(path, tmp_path, sequence_length=9, too_long="drop")) == 1
+    assert "are left out: the longest has 20 tokens" in take_origins()[-1]
+    with pytest.raises(UserError, match=r"1 of 2 pairs .* do not fit into a row"):
         read(path, tmp_path, sequence_length=9, too_long="stop")
-    assert "data.sequence_length=19" in error.value.fix
 
 
 def test_answers_longer_than_a_row_lose_their_end(tmp_path):
     path = write(tmp_path / "pairs.jsonl", TEXTS)
-    with pytest.warns(UserWarning, match="2 of 2 pairs"):
-        batch = read(path, tmp_path, sequence_length=3).rows(np.arange(2))
+    batch = read(path, tmp_path, sequence_length=3).rows(np.arange(2))
     assert texts(batch, "rejected", 1) == (" gre", "gre")
     assert texts(batch, "chosen", 0) == ("=4\n", "4\n")
+
+
+def test_records_may_be_given_in_python(tmp_path):
+    given = mw.PreferenceData(records=TEXTS, sequence_length=31, cache_dir=str(tmp_path))
+    path = write(tmp_path / "pairs.jsonl", TEXTS)
+    assert given.fingerprint() == read(path, tmp_path).fingerprint()
 
 
 @pytest.mark.full

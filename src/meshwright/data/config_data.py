@@ -44,7 +44,7 @@ _SOURCES = {
 DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic", "mixture")
 """The kinds a data section may name."""
 
-TOKENIZED = ("text", "jsonl", "parquet", "array_record", "preference")
+TOKENIZED = ("text", "jsonl", "parquet", "array_record")
 """Kinds whose texts are tokenized."""
 
 _HELD_OUT_STREAM = (1,)

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_rows import ChatEncoder, ChatRow, ChatText, read_messages
-from meshwright.data.chat_template import read_template
+from meshwright.data.chat_rows import ChatEncoder, ChatText, read_messages
+from meshwright.data.chat_source import TooLong, chat_files, find_template, written_records
 from meshwright.data.contents import array_contents
 from meshwright.data.corrupt import OnCorrupt, with_count
-from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
-from meshwright.data.documents import DocumentBlock, Position
-from meshwright.data.files import find_path, list_files, release
+from meshwright.data.documents import Document
+from meshwright.data.files import release
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.jsonl import JsonLines
-from meshwright.data.parquet import ParquetRows
 from meshwright.data.protocols import HostBatch, Source
-from meshwright.data.records import RecordFiles
+from meshwright.data.records import document_blocks
 from meshwright.data.sentences import pair_file
-from meshwright.data.token_cache import Corpus
-from meshwright.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, token_dtype
+from meshwright.data.token_cache import Corpus, tell
+from meshwright.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from meshwright.errors import Setting, UserError
 from meshwright.text.units import a_type, counted
 
-TooLong = Literal["cut", "drop", "stop"]
-
 _PROMPT, _SIDES = "prompt", ("chosen", "rejected")
-_PARTS = 4
-"""Documents of a pair in the cache: the prompt and the answer of each side."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +32,9 @@ class PreferenceRows:
     """Pairs of answers as rows of tokens.
 
     Attributes:
-        tokens: prompts and answers, concatenated: those of the chosen and of the rejected side.
-        boundaries: where each of them ends, after a first 0.
+        tokens: the chosen and the rejected side of each pair, with their prompt; tokens of answers
+            are stored as their complements, below 0.
+        boundaries: where each side ends, after a first 0.
         pairs: the numbers of the pairs that are used.
         sequence_length: tokens the model sees per row.
         name: where the pairs come from, for messages.
@@ -66,20 +57,19 @@ class PreferenceRows:
         Too long a prompt loses its beginning, and too long an answer its end.
         """
         shape = len(ids), self.sequence_length + 1
-        batch: HostBatch = {}
-        for side in _SIDES:
-            batch[side] = np.zeros(shape, np.int32)
-            batch[f"{side}_mask"] = np.zeros(shape, bool)
+        batch: HostBatch = {side: np.zeros(shape, np.int32) for side in _SIDES}
+        batch |= {f"{side}_mask": np.zeros(shape, bool) for side in _SIDES}
         for row, pair in enumerate(self.pairs[ids]):
-            places = self.boundaries[_PARTS * pair : _PARTS * pair + _PARTS + 1].tolist()
-            parts = [self.tokens[a:b] for a, b in pairwise(places)]
+            begin, middle, end = self.boundaries[2 * pair : 2 * pair + 3].tolist()
+            sides = self.tokens[begin:middle], self.tokens[middle:end]
             # Both answers follow the same part of the prompt.
-            room = max(shape[1] - max(len(parts[1]), len(parts[3])), 1)
-            for side, prompt, answer in ((0, *parts[:2]), (1, *parts[2:])):
-                whole = np.concatenate([prompt[-room:], answer])[: shape[1]]
-                batch[_SIDES[side]][row, : len(whole)] = whole
-                batch[f"{_SIDES[side]}_mask"][row, len(prompt[-room:]) : len(whole)] = True
-            release(self.tokens, 1, places[-1] - places[0])
+            room = max(shape[1] - max(int((each < 0).sum()) for each in sides), 1)
+            for side, stored in zip(_SIDES, sides, strict=True):
+                first = int(np.argmax(stored < 0))
+                own = stored[max(first - room, 0) :][: shape[1]]
+                batch[side][row, : len(own)] = np.where(own < 0, ~own, own)
+                batch[f"{side}_mask"][row, : len(own)] = own < 0
+            release(self.tokens, 1, end - begin)
         return batch
 
     def fingerprint(self) -> str:
@@ -97,165 +87,128 @@ def preference_source(
     *,
     sequence_length: int,
     path: str | list[str] | None = None,
+    records: Iterable[Mapping[str, Any]] | None = None,
     tokenizer: str | None = None,
+    template: str | None = None,
     too_long: TooLong = "cut",
     vocab_size: int | None = None,
     on_corrupt: OnCorrupt = "stop",
     cache_dir: str | None = None,
-    token_version: TokenVersion = TOKEN_VERSION,
 ) -> Source:
-    """Return pairs of answers from JSON Lines or Parquet, as rows of tokens.
+    """Return prompts with a chosen and a rejected answer each, as rows of tokens.
 
-    A record has ``prompt``, ``chosen`` and ``rejected``: texts, or lists of messages. Without a
-    prompt, it is what two conversations have in common.
+    A record has ``prompt``, ``chosen`` and ``rejected``: texts, or lists of messages. Two whole
+    conversations need no prompt: it is what they have in common.
 
     Args:
         sequence_length: tokens the model sees per row.
-        path: a file, a folder, a pattern, or a list of these; without one, sentences of a small
-            grammar whose verbs agree with their subjects or not.
-        tokenizer: a ``tokenizers`` JSON file, or its folder, whose chat template writes messages;
-            without one, every byte is a token.
-        too_long: what to do about a pair that is longer than a row: ``cut`` the beginning of the
-            prompt, and the end of an answer that still does not fit; ``drop`` it; or ``stop``.
+        path: a JSON Lines or Parquet file, a folder, a pattern, or a list of these; without one,
+            sentences of a small grammar whose verbs agree with their subjects, or do not.
+        records: in Python, the records themselves instead of a path.
+        tokenizer: a ``tokenizers`` JSON file or its folder; without one, every byte is a token.
+        template: the chat template: a file or folder, ``chatml``, or its text; by default that
+            beside the tokenizer.
+        too_long: ``cut`` the beginning of prompts, and the end of answers that still do not fit
+            into a row; ``drop`` such pairs; or ``stop``.
         vocab_size: size of the model's vocabulary, which must hold every token.
-        on_corrupt: what to do about a record that cannot be read.
+        on_corrupt: what to do about a record that is not such a pair.
         cache_dir: folder for the tokens; by default the user's cache folder.
-        token_version: how a tokenizer's files are read; runs keep the version they began with.
     """
-    loaded = load_tokenizer(tokenizer, token_version)
+    loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
-    records = _records(path)
-    files = list_files(records.path, records.endings)
-    encoder = _encoder(loaded, tokenizer)
+    encoder = ChatEncoder(loaded, find_template(template, tokenizer))
+    built_in = path is None and records is None
+    given = path if path is not None else None if built_in else written_records(records)
+    reader, files = chat_files(str(pair_file()) if given is None else given)
+    name = "the records" if path is None else str(Setting("data.path", path))
+
+    def finish(pairs: list[list[ChatText]]) -> Sequence[Document]:
+        rows = encoder.rows([text for pair in pairs for text in pair])
+        # Nothing comes before the first token, so it is never learned.
+        learned = [row.mask & (np.arange(len(row.mask)) > 0) for row in rows]
+        return [np.where(own, ~row.ids, row.ids) for row, own in zip(rows, learned, strict=True)]
+
     corpus = Corpus(
-        name="sentences with wrong and right verbs" if path is None else records.name,
+        name="sentences with right and wrong verbs" if built_in else name,
         files=files,
         tokenizer=None,
-        dtype=token_dtype(loaded.vocab_size),
+        dtype=np.int32,
         settings=("preference", loaded.fingerprint(), encoder.template),
-        read=lambda position: _blocks(records, files, position, encoder),
+        read=lambda position: document_blocks(
+            reader, files, position, lambda record: _read(record, encoder), finish
+        ),
         on_corrupt=on_corrupt,
+        wrong=("is not a pair of answers", "correct the record"),
     )
-    entry, corrupt = corpus.entry(cache_dir)
-    boundaries = entry.array("boundaries")
-    kept = _fitting(boundaries, sequence_length + 1, too_long, corpus.name)
-    tokens = entry.array("tokens")
+    entry, corrupt = corpus.cached(cache_dir)
+    tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
+    kept = _fitting(tokens, boundaries, sequence_length + 1, too_long, corpus.name)
     rows = PreferenceRows(tokens, boundaries, kept, sequence_length, corpus.name, loaded)
     return with_count(rows, corrupt)
 
 
-class _PairRows(ParquetRows):
-    """Rows of a Parquet file; conversations need no prompt."""
-
-    def columns(self, present: list[str]) -> list[str]:
-        """Return the columns to read of those that a file has."""
-        return [*_SIDES, *({_PROMPT} & set(present))]
+PreferenceData = preference_source
 
 
-def _records(path: str | list[str] | None) -> RecordFiles:
-    """Return the files of a path in the format that they have."""
-    path = str(pair_file()) if path is None else path
-    files = list_files(path, (*JsonLines.endings, *ParquetRows.endings))
-    if any(file.name.endswith(ParquetRows.endings) for file in files):
-        return _PairRows(path=path)
-    return JsonLines(path=path)
-
-
-def _encoder(tokenizer: Tokenizer, path: str | None) -> ChatEncoder:
-    if path is None:
-        return ChatEncoder(tokenizer, no_template=f"{Setting('data.tokenizer')} is not set")
-    where = find_path(path, "data.tokenizer")
-    folder = where if where.is_dir() else where.parent
-    why = f"{folder} has no chat template"
-    return ChatEncoder(tokenizer, read_template(folder), no_template=why)
-
-
-def _blocks(
-    records: RecordFiles, files: Sequence[Path], position: Position, encoder: ChatEncoder
-) -> Iterator[DocumentBlock]:
-    """Yield the prompt and the answer of each side, of every pair from a position on."""
-    sizes = [file.stat().st_size for file in files]
-    first, *start = position
-    for number in range(first, len(files)):
-        for raw in records.read_file(files[number], tuple(start)):
-            texts: list[ChatText] = []
-            places: list[str] = []
-            skipped: list[tuple[str, str]] = []
-            for count, content in raw.records:
-                where = records.where(raw, count)
-                try:
-                    texts += _texts(records.parse(content), encoder)
-                    places.append(where)
-                except ValueError as error:
-                    skipped.append((where, str(error)))
-            rows = encoder.rows(texts)
-            documents: list[NDArray[Any]] = []
-            for where, chosen, rejected in zip(places, rows[::2], rows[1::2], strict=True):
-                if not (chosen.teaches and rejected.teaches):
-                    side = _SIDES[chosen.teaches]
-                    skipped.append((where, f"`{side}` has no tokens after the prompt"))
-                    continue
-                documents += [part for row in (chosen, rejected) for part in _parts(row)]
-            done = sum(sizes[:number]) + raw.done * sizes[number]
-            yield DocumentBlock(documents, (number, *raw.after), done, skipped)
-        start = []
-
-
-def _texts(record: Any, encoder: ChatEncoder) -> list[ChatText]:
+def _read(record: Any, encoder: ChatEncoder) -> list[ChatText]:
     """Return the texts of both sides; a ValueError says what is wrong with a record."""
-    if not isinstance(record, dict):
+    if not isinstance(record, Mapping):
         raise ValueError(f"it is {a_type(record)}, not an object with fields")
-    for side in _SIDES:
-        if record.get(side) is None:
-            raise ValueError(f"it has no `{side}`, but {', '.join(map(str, record)) or 'nothing'}")
-    answers = [record[side] for side in _SIDES]
-    prompt = record.get(_PROMPT)
+    known = {str(key): value for key, value in record.items() if value is not None}
+    lists = [isinstance(known.get(side), list) for side in _SIDES]
+    needed = _SIDES if all(lists) else (_PROMPT, *_SIDES)
+    for side in needed:
+        if side not in known:
+            own = ", ".join(f"`{key}`" for key in known) or "nothing"
+            raise ValueError(f"it has no `{side}`, but {own}")
+    prompt, answers = known.get(_PROMPT), [known[side] for side in _SIDES]
     if answers[0] == answers[1]:
         raise ValueError("`chosen` and `rejected` are the same")
-    if not isinstance(prompt, list) and all(isinstance(each, list) for each in answers):
-        prompt, answers = _common(*(read_messages(record[side], side) for side in _SIDES))
-    elif prompt is None:
-        raise ValueError("it has no `prompt`, and `chosen` and `rejected` are no conversations")
-    return [
+    if all(lists) and not isinstance(prompt, list):
+        prompt, answers = _common(*(read_messages(known[side], side) for side in _SIDES))
+    texts = [
         encoder.completion(prompt, answer, (_PROMPT, side))
         for side, answer in zip(_SIDES, answers, strict=True)
     ]
+    for side, text in zip(_SIDES, texts, strict=True):
+        if not any(begin < end for begin, end in text.learned):
+            raise ValueError(f"`{side}` is empty")
+    return texts
 
 
 def _common(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[list[Any]]]:
     """Return what two conversations begin with, and how each goes on."""
-    same = 0
-    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
-        same += 1
-    if same in (0, len(chosen), len(rejected)):
+    differ = (n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1])
+    same = next(differ, 0)
+    if not same:
         raise ValueError("`chosen` and `rejected` do not begin alike and go on differently")
     return chosen[:same], [chosen[same:], rejected[same:]]
 
 
-def _parts(row: ChatRow) -> tuple[NDArray[Any], NDArray[Any]]:
-    # Nothing comes before the first token, so it is never predicted.
-    first = max(int(row.mask.argmax()), 1)
-    return row.ids[:first], row.ids[first:]
-
-
 def _fitting(
-    boundaries: NDArray[np.int64], length: int, too_long: TooLong, name: str
+    tokens: NDArray[Any],
+    boundaries: NDArray[np.int64],
+    length: int,
+    too_long: TooLong,
+    name: str,
 ) -> NDArray[np.int64]:
-    """Return the numbers of the pairs to use, and tell about those that are too long."""
-    sizes = np.diff(boundaries).reshape(-1, _PARTS)
-    longest = np.maximum(sizes[:, :2].sum(axis=1), sizes[:, 2:].sum(axis=1))
-    over = longest > length
-    every = np.arange(len(sizes))
-    if not over.any():
-        return every
-    many = f"{over.sum():,} of {counted(len(sizes), 'pair')} of {name}"
-    why = f"rows have {length - 1:,} tokens, and the longest pair {longest.max() - 1:,}"
-    if too_long == "stop" or (too_long == "drop" and over.all()):
+    """Return the numbers of the pairs to use, and tell about the others."""
+    longest = np.diff(boundaries).reshape(-1, 2).max(axis=1)
+    answers = np.add.reduceat(tokens < 0, boundaries[:-1]).reshape(-1, 2)
+    over, empty = longest > length, answers.min(axis=1) == 0
+    every = counted(len(longest), "pair")
+    why = f"the longest has {int(longest.max()):,} tokens, and a row takes {length:,}"
+    kept = ~empty & ~over if too_long == "drop" else ~empty
+    if (over.any() and too_long == "stop") or not kept.any():
         raise UserError(
-            f"{many} are too long",
+            f"{int(over.sum()):,} of {every} of {name} do not fit into a row",
             why=why,
-            fix=f"write {Setting('data.sequence_length', int(longest.max()) - 1)}, or "
-            f"{Setting('data.too_long', 'cut')}",
+            fix=f"write {Setting('data.too_long', 'cut')}, or a larger "
+            f"{Setting('data.sequence_length')}",
         )
-    warnings.warn(f"{many} are {'cut' if too_long == 'cut' else 'left out'}: {why}", stacklevel=2)
-    return every if too_long == "cut" else every[~over]
+    if over.any():
+        done = "cut" if too_long == "cut" else "left out"
+        tell(f"{int(over.sum()):,} of {every} of {name} are {done}: {why}")
+    if empty.any():
+        tell(f"{int(empty.sum()):,} of {every} of {name} have no tokens of an answer: left out")
+    return np.flatnonzero(kept)
