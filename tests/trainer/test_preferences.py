@@ -116,10 +116,15 @@ def test_a_run_that_goes_on_elsewhere_takes_its_reference_along(tmp_path):
     assert f"{file} cannot be read" in error.value.why
 
 
-def test_data_without_numbers_need_the_reference_or_orpo():
+def test_data_without_numbers_need_a_reference():
     batches = [{name: array[:BATCH] for name, array in DATA.items()}] * 2
     with pytest.raises(UserError, match="no field 'reference_chosen'"):
         trainer().fit(iter(batches), steps=1)
+
+
+@pytest.mark.full
+def test_orpo_needs_no_reference_and_data_may_bring_one():
+    batches = [{name: array[:BATCH] for name, array in DATA.items()}] * 2
     trainer(loss=DPO(variant="orpo")).fit(iter(batches), steps=1)
     reference = dict.fromkeys(DPO().initial_names, np.zeros(PAIRS, np.float32))
     given = trainer().fit({**DATA, **reference}, steps=1, batch_size=BATCH)
