@@ -32,8 +32,8 @@ class InitialFields(SourceData):
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
         """Return the batch of one step with its fields, or these rows of it."""
         ids = self.ids(step, batch_size, rows)
-        nothing = np.zeros(len(self.source), np.float32)
-        own = {name: self.table.get(name, nothing)[ids] for name in self.names}
+        known = self.table or dict.fromkeys(self.names, np.zeros(len(self.source), np.float32))
+        own = {name: known[name][ids] for name in self.names}
         return {**super().batch(step, batch_size, rows), **own}
 
 
@@ -46,7 +46,7 @@ def task_of(loss: Any) -> Any:
 def with_initial_fields(data: Data, task: Any, tables: dict[str, Table] | None = None) -> Data:
     """Return data with the fields that a task lets the initial model compute.
 
-    That are the names in its ``initial_names``, which its ``initial_fields(model, batch)`` returns
+    These are the names in its ``initial_names``, which its ``initial_fields(model, batch)`` returns
     with one number per sample. Data that bring them stay as they are, and so do those whose samples
     have no numbers.
 

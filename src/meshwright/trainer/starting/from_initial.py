@@ -83,7 +83,7 @@ def _saved(file: Path) -> Table:
 
 def _write(file: Path, table: Table, *, keep: bool) -> None:
     """Write a table, unless there is one to keep."""
-    if keep and file.exists():
+    if keep and _saved(file):
         return
     file.parent.mkdir(exist_ok=True)
     temporary = file.with_suffix(".tmp")
