@@ -243,6 +243,7 @@ def test_an_exported_config_describes_the_same_model(name):
         ("phi3_mini", "rope_factor", 8.0),
         ("gemma2_2b", "rope_local_base", 1e6),
         ("gemma3_1b", "attention_softcap", 50.0),
+        ("gemma3_1b", "logit_softcap", 30.0),
     ],
 )
 def test_what_a_published_form_cannot_say_is_refused(name, argument, value):
@@ -266,7 +267,7 @@ def test_shorter_rows_do_not_shorten_the_exported_model():
         ("llama3_1b", {"attention_bias": True}, "attention_bias=True"),
         ("llama3_1b", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type yarn"),
         ("qwen3_0.6b", {"use_sliding_window": True}, "use_sliding_window=True"),
-        ("gemma3_1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_1b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("gemma2_2b", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "type linear"),
         ("mistral_7b", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type yarn"),
         ("phi3_mini", {"rope_scaling": {"type": "longrope"}}, "type longrope"),

@@ -139,8 +139,8 @@ class GroupedAttention(nnx.Module):
         query, key = self.rotary(query, positions), self.rotary(key, positions)
         # The mask is made here, from sizes alone, so that a window is part of the block's program.
         mask = causal_mask(x.shape[1], segment_ids, window=self.window)
-        options = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout}
-        mixed = attend(query, key, value, mask, **options)
+        heads = query, key, value, mask
+        mixed = attend(*heads, scale=self.scale, softcap=self.softcap, dropout=self.dropout)
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
 

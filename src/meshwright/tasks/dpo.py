@@ -166,5 +166,5 @@ def _odds(means: Array) -> Array:
     return (means[:, 0] - rest[:, 0]) - (means[:, 1] - rest[:, 1])
 
 
-def _refuse(name: str, value: object, why: str, fix: str) -> None:
+def _refuse(name: str, value: str | float, why: str, fix: str) -> None:
     raise UserError(f"{Setting(f'task.{name}', value)} cannot be used", why=why, fix=fix)

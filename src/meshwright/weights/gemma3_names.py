@@ -127,7 +127,8 @@ def _layer_types(every: int, count: int) -> list[str]:
 
 
 def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    refuse_unpublished("Gemma3ForCausalLM", arguments, "attention_softcap")
+    for name in ("attention_softcap", "logit_softcap"):
+        refuse_unpublished("Gemma3ForCausalLM", arguments, name)
     factor = arguments["rope_factor"]
     return {
         **_shared_config(arguments),
@@ -194,7 +195,7 @@ GEMMA3 = decoder_family(
     keys={
         **_KEYS,
         "attn_logit_softcapping": only(None),
-        "final_logit_softcapping": Key("small", None, "logit_softcap", null=True),
+        "final_logit_softcapping": only(None),
         "sliding_window_pattern": Key("size", _PATTERN),
         "rope_local_base_freq": Key("positive"),
         # transformers writes it, and does not read it.

@@ -211,6 +211,8 @@ PHI3 = decoder_family(
     keys={
         **_KEYS,
         _CONTEXT: Key("size", 4096),
+        # It may be missing, but not null.
+        "head_dim": Key("size", None, "head_dim"),
         "sliding_window": Key("size", None, "sliding_window", null=True),
         # Rates of training, of which the model has only that of attention.
         "resid_pdrop": only(0.0, 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -87,6 +88,7 @@ def _write(file: Path, table: Table, *, keep: bool) -> None:
         return
     file.parent.mkdir(exist_ok=True)
     temporary = file.with_suffix(".tmp")
+    arrays: dict[str, Any] = dict(table)
     with open(temporary, "wb") as opened:
-        np.savez(opened, **table)
+        np.savez(opened, **arrays)
     temporary.replace(file)
