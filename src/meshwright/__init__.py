@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meshwright.config.schema import (
         CheckpointConfig,
         Config,
+        LoRA,
         PipelineConfig,
         ShardingConfig,
         TrackingConfig,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.plan import Plan
+    from meshwright.program.trace.reference import reference
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
@@ -44,6 +46,7 @@ _NAMES = {
     "CheckpointConfig": "meshwright.config.schema",
     "Config": "meshwright.config.schema",
     "EarlyStopping": "meshwright.trainer",
+    "LoRA": "meshwright.config.schema",
     "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
     "Samples": "meshwright.data.samples",
@@ -65,6 +68,7 @@ _NAMES = {
     "mix": "meshwright.data.mixture",
     "load_model": "meshwright.trainer.trained.load_model",
     "read_params": "meshwright.checkpoint",
+    "reference": "meshwright.program.trace.reference",
     "replay": "meshwright.trainer.incidents.replay",
     "shard_fsdp": "meshwright.sharding.shard",
     "simulate_devices": "meshwright.mesh.simulate",
@@ -79,6 +83,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "EarlyStopping",
+    "LoRA",
     "PipelineConfig",
     "Plan",
     "Samples",
@@ -101,6 +106,7 @@ __all__ = [
     "mix",
     "pipeline",
     "read_params",
+    "reference",
     "replay",
     "shard_fsdp",
     "simulate_devices",

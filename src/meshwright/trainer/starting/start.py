@@ -77,7 +77,7 @@ def find_start(
 
     def fresh() -> TrainState:
         if exists(trainer.model):
-            return assembled.adopt(trainer.model)
+            return assembled.adopt(trainer.model, trainer.seed)
         return assembled.init(trainer.seed)
 
     if weights is None:
