@@ -53,9 +53,9 @@ from meshwright.proof.compare import (
 )
 from meshwright.proof.losses import (
     Gradient,
-    written_gradient,
     taken_by_nnx_jit,
     traced_gradient,
+    written_gradient,
 )
 from meshwright.proof.mesh_run import recording_gradients, steps_on_mesh, train_on_mesh
 from meshwright.proof.nulls import masks_of_step, null_parts

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from flax import nnx
-from flax.nnx.filterlib import Filter
 
 from meshwright.config.schema import Precision
 from meshwright.hardware import Hardware

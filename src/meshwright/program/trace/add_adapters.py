@@ -34,7 +34,7 @@ from meshwright.program.jaxpr.names import module_of
 from meshwright.program.jaxpr.walks import called_programs, operand_of
 from meshwright.program.trace.adapters import Adapter, Split
 from meshwright.program.trace.reference import is_reference
-from meshwright.program.trace.weight_views import View, moved
+from meshwright.program.trace.weight_views import View, moved, pieces
 
 
 @dataclass
@@ -132,6 +132,9 @@ class _Adding(Evaluator):
             return self._enter(eqn, env)
         view = self._view(eqn.invars[viewed[0]])
         assert view is not None
+        if name == "split":
+            self._views |= zip(eqn.outvars, pieces(view, eqn), strict=True)
+            return None
         if viewed == [0]:
             others = env.operands(eqn)[1:]
             if (after := moved(view, eqn, others)) is not None:
@@ -283,7 +286,9 @@ class _Lookup:
         rows = list(numbers.collapsed_slice_dims)
         others = [d for d in range(len(view.shape)) if d not in rows]
         whole = all(sizes[d] == view.shape[d] for d in others)
-        plain = sorted(numbers.start_index_map) == sorted(rows) and not numbers.operand_batching_dims
+        plain = (
+            sorted(numbers.start_index_map) == sorted(rows) and not numbers.operand_batching_dims
+        )
         return _split(view, rows, others) if side == 0 and whole and plain else None
 
     @staticmethod

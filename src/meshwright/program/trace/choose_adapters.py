@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from meshwright.config.schema import LoRA
 from meshwright.errors import Setting, UserError
 from meshwright.program.jaxpr.names import matches
-from meshwright.program.trace.add_adapters import Uses, find_uses
 from meshwright.program.trace.adapters import Adapter
+from meshwright.program.trace.add_adapters import Uses, find_uses
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
-from meshwright.program.trace.trained_leaves import check_patterns
 from meshwright.program.trace.traced_loss import Loss, trace_loss
+from meshwright.program.trace.trained_leaves import check_patterns
 from meshwright.trees import Batch
 
 TARGETS = "lora.targets"

@@ -72,11 +72,24 @@ def moved(view: View, eqn: Equation, others: Sequence[Any]) -> View | None:
         is_same = sorted(dimensions) == list(dimensions) and plain
         return _reshaped(view, shape) if is_same and _count(shape) == _count(view.shape) else None
     if name in _SLICES:
-        cut = {n: _SLICES[name](eqn.params, others, dims) for n, _, dims in view.sides()}
-        return replace(
-            view, shape=shape, **{n: cut[n](array) for n, array, _ in view.sides()}
-        )
+        cuts = {n: _SLICES[name](eqn.params, others, dims)(x) for n, x, dims in view.sides()}
+        return replace(view, shape=shape, **cuts)
     return None
+
+
+def pieces(view: View, eqn: Equation) -> list[View]:
+    """Return the views that an equation makes of another by cutting it along one dim."""
+    axis, stop, found = eqn.params["axis"], 0, list[View]()
+    for size in eqn.params["sizes"]:
+        start, stop = stop, stop + size
+        cuts = {
+            name: jax.lax.slice_in_dim(array, start, stop, axis=dims.index(axis))
+            for name, array, dims in view.sides()
+            if axis in dims
+        }
+        shape = tuple(size if d == axis else own for d, own in enumerate(view.shape))
+        found.append(replace(view, shape=shape, **cuts))
+    return found
 
 
 _SAME = frozenset({"convert_element_type", "copy", "reduce_precision", "sharding_constraint"})
