@@ -56,7 +56,7 @@ def check_loss(loss: object, name: str = "loss") -> None:
 def check_trainable(trainable: Any) -> None:
     """Refuse anything that is not an NNX filter, path patterns or adapters."""
     if isinstance(trainable, Adapted):
-        return check_trainable(trainable.also)
+        trainable = trainable.also
     try:
         nnx.filterlib.to_predicate(trainable)
     except (TypeError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -111,6 +112,17 @@ class Assembled:
         joined = layout.from_canonical(values)
         placed = [given.get(n, jax.device_put(joined[n], s)) for n, s in enumerate(shardings)]
         return start_from(self.step, placed)
+
+    @cached_property
+    def unchanged(self) -> tuple[str, ...]:
+        """Paths of the frozen weights that no step changes, if checkpoints leave them out."""
+        if not self.model_leaves.keeps_base:
+            return ()
+        jaxpr, layout = self.traced.closed.jaxpr, self.traced.layout
+        after = zip(self.traced.kept, jaxpr.outvars[self.traced.num_results :], strict=True)
+        same = [number for number, atom in after if atom is jaxpr.invars[number]]
+        sources = [source for number in same for source in layout.step_leaves[number].sources]
+        return tuple(layout.leaves[n].path for n in sources if layout.leaves[n].is_frozen)
 
     def with_optimizer(
         self, optimizer: optax.GradientTransformation, *, wide: bool = False

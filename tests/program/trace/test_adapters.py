@@ -48,7 +48,7 @@ class Conv(nnx.Module):
 
 
 class Tied(nnx.Module):
-    """A table that is looked up and also the head, and layers of one stack in a checkpointed scan."""
+    """A table that is looked up and is the head, and layers of a stack in a checkpointed scan."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(7, 6, rngs=rngs)

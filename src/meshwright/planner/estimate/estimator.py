@@ -53,6 +53,7 @@ from meshwright.program.trace.build_model import ModelSource, describe_model
 from meshwright.program.trace.choose_adapters import adapt_model
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.program.trace.trained_leaves import Trained
 from meshwright.runtime.activity import activity
 from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample

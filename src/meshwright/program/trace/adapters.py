@@ -1,4 +1,4 @@
-"""Low-rank adapters: the two factors that are added to a weight, and how they are merged into it."""
+"""Low-rank adapters: the two factors that are added to a weight, and how they are merged."""
 
 from __future__ import annotations
 

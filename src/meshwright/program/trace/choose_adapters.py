@@ -1,4 +1,4 @@
-"""Which weights of a model get adapters: from path patterns, and from what the loss does with them."""
+"""Which weights of a model get adapters: by path patterns, and by what the loss does with them."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _unfit(pattern: str, leaf: Leaf, uses: Uses) -> UserError:
         why = "its uses sum over different dims of it"
     return UserError(
         f"`{leaf.path}`, which `{pattern}` of {Setting(TARGETS)} names, cannot have an adapter",
-        why=f"{why}; adapters are added where a weight is multiplied, looked up, or the kernel of a "
-        "convolution without groups",
+        why=f"{why}; adapters are added where a weight is multiplied, looked up, or the kernel of "
+        "a convolution without groups",
         fix=f"name other weights, or train it whole: {Setting('training.trainable', leaf.path)}",
     )
 

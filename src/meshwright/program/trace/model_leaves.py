@@ -88,6 +88,7 @@ class ModelLeaves:
         classes: the classes of its modules.
         adapters: by number of a leaf, its adapter, whose factors are the last leaves.
         lora: which adapters the model is to have; None for none.
+        keeps_base: whether checkpoints leave out the weights that training does not change.
     """
 
     leaves: tuple[Leaf, ...]
@@ -96,6 +97,7 @@ class ModelLeaves:
     _entries: tuple[_Entry, ...]
     adapters: Mapping[int, Adapter] = field(default_factory=dict[int, Adapter])
     lora: LoRA | None = None
+    keeps_base: bool = False
 
     @property
     def base(self) -> ModelLeaves:
@@ -178,6 +180,7 @@ def split_model(model: Any, trained: Trained = nnx.Param) -> ModelLeaves:
     """
     model = _without_intermediates(model)
     lora, trainable = None, trained
+    apart = isinstance(trained, Adapted | PathFilter)
     if isinstance(trained, Adapted):
         lora, trainable = trained.lora, trained.also
     is_trained: Callable[[Any, Any], bool] = nnx.filterlib.to_predicate(trainable)
@@ -186,10 +189,10 @@ def split_model(model: Any, trained: Trained = nnx.Param) -> ModelLeaves:
     for path, value in _flat_state(model):
         arrays, treedef = jax.tree.flatten(value)
         entries.append(_Entry(path, treedef, len(arrays)))
-        trained = is_trained(path, value)
+        has_gradient = is_trained(path, value)
         for number, array in enumerate(arrays):
             suffix = (number,) if len(arrays) > 1 else ()
-            leaves.append(_describe(path + suffix, value, array, trained=trained))
+            leaves.append(_describe(path + suffix, value, array, trained=has_gradient))
     counts = Counter(leaf.path for leaf in leaves)
     if twice := [path for path, count in counts.items() if count > 1]:
         raise UserError(
@@ -209,7 +212,8 @@ def split_model(model: Any, trained: Trained = nnx.Param) -> ModelLeaves:
     classes = dict.fromkeys(type(module) for _, module in nnx.iter_modules(model))
     kept = [_kept_as(leaf, lora and lora.base_dtype) for leaf in leaves]
     graph = nnx.graphdef(model)
-    return ModelLeaves(tuple(kept), tuple(classes), graph, tuple(entries), lora=lora)
+    parts = (tuple(kept), tuple(classes), graph, tuple(entries))
+    return ModelLeaves(*parts, lora=lora, keeps_base=apart)
 
 
 def _kept_as(leaf: Leaf, dtype: str | None) -> Leaf:

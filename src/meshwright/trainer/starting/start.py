@@ -43,6 +43,7 @@ class Start:
         remarks: what of a folder of weights is not used.
         source: where the weights come from, in one line; empty if they are random or a run's.
         hf_files: what the run remembers for exports to Hugging Face's format, by name.
+        weights: the Hugging Face folder of the weights; None for none.
     """
 
     state: Callable[[], TrainState]
@@ -51,6 +52,7 @@ class Start:
     remarks: tuple[str, ...] = ()
     source: str = ""
     hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
+    weights: str | Path | None = None
 
 
 def find_start(
@@ -84,7 +86,7 @@ def find_start(
         warm = warm_start(trainer.init_from, trainer.init_patterns, assembled)
         start = Start(state=lambda: warm(fresh()), point=point, hf_files=hf_files)
     elif point is not None or last is not None:
-        start = Start(state=fresh, point=point, hf_files=hf_files)
+        start = Start(state=fresh, point=point, hf_files=hf_files, weights=weights)
     else:
         # The numbers of what a config or hf_model builds were compared before.
         compare = trainer.weights is not None and not asked.config
@@ -121,7 +123,9 @@ def _from_weights(
             return load_state(found, assembled, seed)
 
     remarks = (found.skipped,) if found.skipped else ()
-    return Start(state=load, remarks=remarks, source=found.summary, hf_files=hf_files)
+    return Start(
+        state=load, remarks=remarks, source=found.summary, hf_files=hf_files, weights=weights
+    )
 
 
 def _hf_files(
