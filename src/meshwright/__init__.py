@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
     from meshwright.trainer.incidents.replay import replay
     from meshwright.trainer.trained.export_hf import export_hf
+    from meshwright.trainer.trained.export_peft import export_peft
     from meshwright.trainer.trained.load_model import load_model
     from meshwright.weighted import Weighted
     from meshwright.weights.hf_model import hf_model
@@ -60,6 +61,7 @@ _NAMES = {
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
     "export_hf": "meshwright.trainer.trained.export_hf",
+    "export_peft": "meshwright.trainer.trained.export_peft",
     "export_safetensors": "meshwright.checkpoint",
     "generate": "meshwright.generation.generate",
     "hf_model": "meshwright.weights.hf_model",
@@ -97,6 +99,7 @@ __all__ = [
     "abstract_mesh",
     "build_mesh",
     "export_hf",
+    "export_peft",
     "export_safetensors",
     "generate",
     "hf_model",

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.checkpoint import read_params
 from meshwright.checkpoint.array_paths import as_named_now
+from meshwright.config.argument_checks import check_path
 from meshwright.data.chat_source import find_template
 from meshwright.data.chat_template import TEMPLATE
 from meshwright.data.document_marks import CONFIG as TOKENIZER_CONFIG
@@ -24,12 +25,14 @@ from meshwright.trainer.programs import Programs
 from meshwright.trainer.starting.continuing import choose_start, continued_state
 from meshwright.trainer.starting.init_patterns import chosen, proposal, renamed
 from meshwright.trainer.starting.resume import ResumePoint, find_resume_point
+from meshwright.trainer.trained.export_hf import read_kind
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trainer_settings import TrainerSettings
 from meshwright.weights.hf_folder import describe_differences, open_folder
 from meshwright.weights.hf_model import HfModel, check_numbers
 from meshwright.weights.kept import keep_files, read_kept
 from meshwright.weights.load import load_state, weights_of
+from meshwright.weights.peft_folder import read_peft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +94,25 @@ def find_start(
         # The numbers of what a config or hf_model builds were compared before.
         compare = trainer.weights is not None and not asked.config
         start = _from_weights(weights, assembled, trainer.seed, hf_files, compare=compare)
+    if trainer.lora is not None and trainer.lora.init_from is not None:
+        start = _with_adapters(start, trainer.lora.init_from, asked, assembled)
     if last is None:
         return start
     result = last
     return replace(start, state=lambda: continued_state(result, programs), steps=result.steps)
+
+
+def _with_adapters(start: Start, folder: str, asked: FitSettings, assembled: Assembled) -> Start:
+    """Return a start with the adapters of a PEFT folder, which is read before anything compiles."""
+    adapters = list(assembled.model_leaves.adapters.values())
+    kind, _ = read_kind(asked.config, start.hf_files)
+    saved = read_peft(check_path("lora.init_from", folder), kind, adapters)
+
+    def replaced() -> TrainState:
+        values = assembled.canonical(start.state())
+        return assembled.start([saved.get(path, value) for path, value in values.items()])
+
+    return replace(start, state=replaced)
 
 
 def _weights_folder(trainer: TrainerSettings) -> str | Path | None:

@@ -21,6 +21,7 @@ from meshwright.program.trace.adapters import Adapter, merge_adapters
 from meshwright.runtime.other_names import also_called
 from meshwright.trainer.trained.base_weights import find_base, without_factors
 from meshwright.trainer.trained.fit_result import FitResult
+from meshwright.trainer.trained.model_card import CARD, model_card
 from meshwright.weights.families import FAMILIES, find_family, read_architecture
 from meshwright.weights.hf_folder import CONFIG
 from meshwright.weights.kept import KeptFiles, read_kept
@@ -69,7 +70,7 @@ def export_hf(
     reader, number = choose_checkpoint(check_path("run", run), step, which)
     metadata = reader.metadata(number)
     kept = read_kept(reader.folder.parent)
-    kind, arguments = _architecture(metadata.config, kept)
+    kind, arguments = read_kind(metadata.config, kept)
     saved, base = reader.shapes(number), find_base(reader.folder)
     if base is not None:
         base.read()  # Compares the digest before anything is written.
@@ -92,7 +93,9 @@ def export_hf(
 
     shapes = {path: saved[groups[path]][path] for path in wanted}
     read = _with_adapters(read_saved, () if base is None else base.adapters)
-    exported = write_folder(Source(kind, arguments, shapes, read, kept), target, dtype)
+    card = model_card(target.name, metadata, reader.folder.parent, base, peft=False)
+    files = {**kept, CARD: card}
+    exported = write_folder(Source(kind, arguments, shapes, read, files), target, dtype)
     _warn_rounded(exported, dtype)
     return exported
 
@@ -118,7 +121,7 @@ def _export_result(result: FitResult, target: Path, dtype: str | None) -> Export
     """Export a state in memory: every process takes part, and the first writes."""
     assembled = result.assembled
     layout = assembled.traced.layout
-    kind, arguments = _architecture(result.metadata.config, result.hf_files)
+    kind, arguments = read_kind(result.metadata.config, result.hf_files)
     whole = NamedSharding(assembled.mesh, PartitionSpec())
     values = assembled.step.leaf_values(result.state)
     places = {
@@ -139,7 +142,10 @@ def _export_result(result: FitResult, target: Path, dtype: str | None) -> Export
 
     shapes = {leaf.path: leaf.shape for leaf in layout.leaves if leaf.is_weight}
     merged = _with_adapters(read, list(assembled.model_leaves.adapters.values()))
-    source = Source(kind, arguments, without_factors(shapes), merged, result.hf_files)
+    base = None if result.run_dir is None else find_base(result.run_dir)
+    card = model_card(target.name, result.metadata, result.run_dir, base, peft=False)
+    files = {**result.hf_files, CARD: card}
+    source = Source(kind, arguments, without_factors(shapes), merged, files)
     if is_main():
         exported = write_folder(source, target, dtype)
         _warn_rounded(exported, dtype)
@@ -164,7 +170,7 @@ def _warn_rounded(exported: Exported, asked: str | None) -> None:
         )
 
 
-def _architecture(config: Mapping[str, Any], kept: KeptFiles) -> tuple[str, Mapping[str, Any]]:
+def read_kind(config: Mapping[str, Any], kept: KeptFiles) -> tuple[str, Mapping[str, Any]]:
     """Return the kind and the arguments of the model of a run."""
     if config:
         model = Config.parse(dict(config)).model
