@@ -52,12 +52,12 @@ class _Names:
 def _names(adapter: Adapter, kind: str) -> _Names:
     rows = (row.match(adapter.path) for row in find_family(kind).rows)
     row = next((row for row in rows if row is not None), None)
-    dims = None if row is None else _orders(adapter, row)
+    dims = None if row is None or adapter.tied else _orders(adapter, row)
     if row is None or dims is None:
         raise UserError(
             f"the adapter of `{adapter.path}` has no name in PEFT",
-            why="PEFT adapts whole layers of transformers, and this weight is "
-            + ("none of them" if row is None else f"a part of `{row.name}`"),
+            why="PEFT adapts whole layers of transformers, each for itself, and this weight is "
+            + ("none of them" if row is None else f"a part of `{row.name}`, or also the head"),
             fix="write merged weights: --to hf FOLDER, or mw.export_hf",
         )
     module = row.name.removesuffix(".weight")

@@ -1,5 +1,7 @@
 """Adapters as a pass: a program with adapters computes what the merged weights compute."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +114,11 @@ def adapted(build, shape, loss=loss, **settings):
     batch = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
     leaves = adapt_model(describe_model(build, trained), loss, batch)
     rng = np.random.default_rng(0)
-    values = [0.5 * rng.normal(size=leaf.shape).astype("float32") for leaf in leaves.leaves]
+    others = {"RngKey": jax.random.key(1), "RngCount": jnp.uint32(0)}
+    values = [
+        others.get(leaf.variable, 0.5 * rng.normal(size=leaf.shape).astype("float32"))
+        for leaf in leaves.leaves
+    ]
     return leaves, trace_loss(loss, leaves, batch), values
 
 
@@ -157,7 +163,7 @@ def test_a_reference_without_adapters_is_refused():
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("genral.**",), r"`genral\.\*\*` of lora=mw\.LoRA\(targets=…\) matches no frozen weight"),
+        (("furst.**",), r"`furst\.\*\*` of lora=mw\.LoRA\(targets=…\) matches.*\n.*`first\.\*\*`"),
         (("depthwise.kernel",), r"cannot have an adapter\nit is used by `conv_general_dilated`"),
         (("first.bias",), r"it is used by `(reshape|broadcast_in_dim|add)` in `first`"),
     ],
@@ -165,3 +171,21 @@ def test_a_reference_without_adapters_is_refused():
 def test_targets_that_cannot_be_adapted_are_refused(targets, message):
     with pytest.raises(UserError, match=message):
         adapted(Conv, (2, 48), targets=targets)
+
+
+def test_dropout_draws_anew_in_every_step_and_not_in_evaluations():
+    leaves, traced, values = adapted(Recurrent, (2, 18), dropout=0.5)
+    x = np.random.default_rng(3).normal(size=(2, 18)).astype("float32")
+    found = evaluate(traced, values, {"x": x})
+    states = [n for n, leaf in enumerate(leaves.leaves) if leaf.role == "state"]
+    after = list(values)
+    for number, new in zip(states, found.state, strict=True):
+        after[number] = new
+    again = evaluate(traced, values, {"x": x}).objective.total
+    assert found.objective.total == again != evaluate(traced, after, {"x": x}).objective.total
+    batch = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    without = trace_loss(loss, replace(leaves, evaluated=True), batch)
+    expected, _ = quick(lambda *values: loss(leaves.merge(values), {"x": x}))(*values)
+    np.testing.assert_allclose(
+        evaluate(without, values, {"x": x}).objective.total, expected, rtol=2e-5
+    )

@@ -43,6 +43,8 @@ class Adapter:
         rank: the size of the last dim of both factors.
         scale: alpha / rank.
         lookup: whether it is looked up: a table of embeddings.
+        tied: whether such a table is also multiplied: it is the head, too.
+        dropout: the share of its inputs that training drops.
     """
 
     path: str
@@ -51,6 +53,8 @@ class Adapter:
     rank: int
     scale: float
     lookup: bool = False
+    tied: bool = False
+    dropout: float = 0.0
 
     def kind(self, dims: Collection[int]) -> Literal["input", "output", "batch"]:
         """Return what a dim is that is made of these dims of the weight."""
@@ -69,12 +73,19 @@ class Adapter:
         a, b = ([self.shape[d] for d in dims] for dims in self._dims())
         return (*a, self.rank), (*b, self.rank)
 
-    def initial(self, key: Any) -> tuple[Any, Any]:
-        """Return initial factors, whose product is zero."""
+    @property
+    def stream(self) -> tuple[str, ...]:
+        """The paths of the random stream of its dropout: a key, and how often it was used."""
+        return (f"{PREFIX}{self.path}.key", f"{PREFIX}{self.path}.count") if self.dropout else ()
+
+    def initial(self, key: Any) -> list[Any]:
+        """Return initial factors, whose product is zero, and the random stream of its dropout."""
         a, b = self.shapes
         own = jax.random.fold_in(key, zlib.crc32(self.path.encode()))
         bound = 1 / math.sqrt(math.prod(self.shape[d] for d in self.split.inputs))
-        return jax.random.uniform(own, a, jnp.float32, -bound, bound), jnp.zeros(b, jnp.float32)
+        first = jax.random.uniform(own, a, jnp.float32, -bound, bound)
+        stream = [jax.random.fold_in(own, 1), jnp.zeros((), jnp.uint32)] if self.dropout else []
+        return [first, jnp.zeros(b, jnp.float32), *stream]
 
     def merged(self, weight: Any, a: Any, b: Any) -> Any:
         """Return the weight with its adapter, in float32 or the weight's wider format."""
@@ -104,7 +115,7 @@ def merge_adapters(
         values: weights and factors by path.
         dtypes: the formats of the merged weights by path.
     """
-    factors = {path for adapter in adapters for path in adapter.paths}
+    factors = {path for adapter in adapters for path in (*adapter.paths, *adapter.stream)}
     merged = {path: value for path, value in values.items() if path not in factors}
     for adapter in adapters:
         a, b = (values[path] for path in adapter.paths)

@@ -7,12 +7,14 @@ adapted wherever it is multiplied, convolved with or looked up. In parts that co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter
 from meshwright.program.jaxpr.equations import (
@@ -44,11 +46,13 @@ class Uses:
     Attributes:
         splits: how each product, convolution or look-up divides its dims.
         lookup: whether one of them is a look-up.
+        product: whether one of them is none.
         others: what else is computed from it, and where.
     """
 
     splits: list[Split] = field(default_factory=list[Split])
     lookup: bool = False
+    product: bool = False
     others: list[str] = field(default_factory=list[str])
 
     @property
@@ -68,32 +72,42 @@ def find_uses(closed: ClosedJaxpr, leaves: Sequence[int]) -> dict[int, Uses]:
 
 
 def add_adapters(
-    closed: ClosedJaxpr, count: int, adapters: Mapping[int, Adapter], compute_dtype: Any
+    closed: ClosedJaxpr,
+    count: int,
+    adapters: Mapping[int, Adapter],
+    compute_dtype: Any,
+    *,
+    new_state_at: int,
+    drops: bool,
 ) -> ClosedJaxpr:
-    """Return a program that has the factors of the adapters after its leaves.
+    """Return a program that has the leaves of the adapters after its own.
 
     Args:
         closed: the program.
         count: how many of its inputs are leaves of the model.
         adapters: by number of the leaf.
         compute_dtype: what factors are cast to; None for no cast.
+        new_state_at: before which result the new state of the adapters comes.
+        drops: whether adapters drop some of their inputs, if they are to.
     """
     structs = structs_of(closed.jaxpr.invars)
-    shapes = [shape for adapter in adapters.values() for shape in adapter.shapes]
-    factors = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    added = [jax.eval_shape(adapter.initial, jax.random.key(0)) for adapter in adapters.values()]
 
-    def run(*args: Any) -> list[Any]:
-        leaves, batch = args[:count], args[count + len(factors) :]
-        given = args[count : count + len(factors)]
-        cast = [x if compute_dtype is None else x.astype(compute_dtype) for x in given]
-        pairs = zip(cast[::2], cast[1::2], strict=True)
-        views = {
-            closed.jaxpr.invars[n]: _whole(n, adapter.shape, adapter, *pair)
-            for (n, adapter), pair in zip(adapters.items(), pairs, strict=True)
-        }
-        return _Adding(views, {}).run(closed, [*leaves, *batch])
+    def run(leaves: list[Any], own: list[list[Any]], batch: list[Any]) -> list[Any]:
+        views: dict[Var, View] = {}
+        streams: dict[int, list[Any]] = {}
+        for (number, adapter), (*factors, a, b) in zip(
+            adapters.items(), ([*x[2:], *x[:2]] for x in own), strict=True
+        ):
+            pair = [x if compute_dtype is None else x.astype(compute_dtype) for x in (a, b)]
+            views[closed.jaxpr.invars[number]] = _whole(number, adapter.shape, adapter, *pair)
+            streams[number] = factors
+        adding = _Adding(views, {}, {n: s for n, s in streams.items() if s} if drops else {})
+        out = adding.run(closed, [*leaves, *batch])
+        state = [x for n, stream in streams.items() if stream for x in adding.after(n, stream)]
+        return [*out[:new_state_at], *state, *out[new_state_at:]]
 
-    return jax.make_jaxpr(run)(*structs[:count], *factors, *structs[count:])
+    return jax.make_jaxpr(run)(structs[:count], added, structs[count:])
 
 
 def _whole(
@@ -109,13 +123,34 @@ class _Adding(Evaluator):
     Args:
         views: by variable, the weights that have adapters.
         leaves: by number, the weights whose uses are looked for.
+        streams: by number of a weight, the key of its adapter's dropout and the number of draws.
     """
 
-    def __init__(self, views: Mapping[Var, View], leaves: Mapping[int, Var]) -> None:
+    def __init__(
+        self,
+        views: Mapping[Var, View],
+        leaves: Mapping[int, Var],
+        streams: Mapping[int, list[Any]] | None = None,
+    ) -> None:
         super().__init__((self._follow,))
         self._views = dict(views)
         self._views |= {v: _whole(n, aval_of(v).shape) for n, v in leaves.items()}
         self.uses = {n: Uses() for n in leaves}
+        self._streams, self._draws = dict(streams or {}), Counter[int]()
+
+    def after(self, leaf: int, stream: list[Any]) -> list[Any]:
+        """Return the random stream of an adapter after the program has drawn from it."""
+        return [stream[0], stream[1] + np.uint32(self._draws[leaf])]
+
+    def _dropped(self, view: View, x: Any) -> Any:
+        """Return the input of an adapter with some of it dropped, while training."""
+        if view.adapter is None or view.leaf not in self._streams:
+            return x
+        key, count = self._streams[view.leaf]
+        drawn = jax.random.fold_in(key, count + np.uint32(self._draws[view.leaf]))
+        self._draws[view.leaf] += 1
+        keep = 1 - view.adapter.dropout
+        return jnp.where(jax.random.bernoulli(drawn, keep, x.shape), x / keep, jnp.zeros_like(x))
 
     def _view(self, atom: Atom) -> View | None:
         return None if isinstance(atom, Literal) else self._views.get(atom)
@@ -149,9 +184,13 @@ class _Adding(Evaluator):
             found = self.uses[view.leaf]
             found.splits.append(split)
             found.lookup |= name == "gather"
+            found.product |= name != "gather"
             return None
         operands = env.operands(eqn)
         (out,) = bind(eqn, operands)
+        if name != "gather":
+            other = 1 - viewed[0]
+            operands[other] = self._dropped(view, operands[other])
         added = use.added(eqn, viewed[0], view, operands)
         return [out + added.astype(out.dtype)]
 

@@ -85,4 +85,6 @@ def _adapter(leaf: Leaf, uses: Uses, lora: LoRA) -> Adapter:
     assert uses.split is not None
     assert lora.rank is not None
     scale = (lora.alpha or lora.rank) / lora.rank
-    return Adapter(leaf.path, leaf.shape, uses.split, lora.rank, scale, uses.lookup)
+    tied = uses.lookup and uses.product
+    parts = (leaf.path, leaf.shape, uses.split, lora.rank, scale)
+    return Adapter(*parts, uses.lookup, tied, lora.dropout)

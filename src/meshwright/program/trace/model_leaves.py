@@ -89,6 +89,7 @@ class ModelLeaves:
         adapters: by number of a leaf, its adapter, whose factors are the last leaves.
         lora: which adapters the model is to have; None for none.
         keeps_base: whether checkpoints leave out the weights that training does not change.
+        evaluated: whether adapters drop nothing.
     """
 
     leaves: tuple[Leaf, ...]
@@ -98,21 +99,27 @@ class ModelLeaves:
     adapters: Mapping[int, Adapter] = field(default_factory=dict[int, Adapter])
     lora: LoRA | None = None
     keeps_base: bool = False
+    evaluated: bool = False
 
     @property
     def base(self) -> ModelLeaves:
         """The model without adapters."""
-        own = self.leaves[: len(self.leaves) - 2 * len(self.adapters)]
+        added = sum(2 + len(adapter.stream) for adapter in self.adapters.values())
+        own = self.leaves[: len(self.leaves) - added]
         return replace(self, leaves=own, adapters={})
 
     def with_adapters(self, adapters: Mapping[int, Adapter]) -> ModelLeaves:
         """Return the same model with these adapters."""
-        factors = [
-            Leaf(path, shape, jnp.dtype(jnp.float32), "param", "LoRAParam", is_weight=True)
-            for adapter in adapters.values()
-            for path, shape in zip(adapter.paths, adapter.shapes, strict=True)
-        ]
-        return replace(self, leaves=(*self.base.leaves, *factors), adapters=adapters)
+        streams = [("RngKey", jax.eval_shape(jax.random.key, 0).dtype), ("RngCount", jnp.uint32)]
+        added = list[Leaf]()
+        for each in adapters.values():
+            added += [
+                Leaf(path, shape, jnp.dtype(jnp.float32), "param", "LoRAParam", is_weight=True)
+                for path, shape in zip(each.paths, each.shapes, strict=True)
+            ]
+            pairs = zip(each.stream, streams, strict=False)
+            added += [Leaf(path, (), dtype, "state", kind) for path, (kind, dtype) in pairs]
+        return replace(self, leaves=(*self.base.leaves, *added), adapters=adapters)
 
     @property
     def num_parameters(self) -> int:

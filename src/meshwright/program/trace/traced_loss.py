@@ -165,7 +165,14 @@ def trace_function(
     paths = [leaf.path for leaf in base.leaves]
     closed = normalize(traced, paths, program.paths_by_class)
     if model_leaves.adapters:
-        closed = add_adapters(closed, len(paths), model_leaves.adapters, compute_dtype)
+        closed = add_adapters(
+            closed,
+            len(paths),
+            model_leaves.adapters,
+            compute_dtype,
+            new_state_at=len(closed.jaxpr.outvars) - len(program.written),
+            drops=not model_leaves.evaluated,
+        )
     elif model_leaves.lora is None:
         refuse_reference(closed)
     layout = stacked_layout(model_leaves.leaves, {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from meshwright.config.schema import LoRA
-from meshwright.errors import Setting, UserError, did_you_mean
+from meshwright.errors import Setting, UserError
 from meshwright.program.jaxpr.names import matches, path_text
 
 NEAREST = 5
@@ -59,11 +61,18 @@ def check_patterns(key: str, patterns: Sequence[str], paths: Sequence[str], what
     """Refuse a pattern that matches none of these paths."""
     for pattern in patterns:
         if not any(matches(pattern, path) for path in paths):
-            hint = did_you_mean(pattern, paths)
-            few = ", ".join(f"`{path}`" for path in paths[:NEAREST])
-            more = f" and {len(paths) - NEAREST} more" if len(paths) > NEAREST else ""
+            near = difflib.get_close_matches(pattern, _patterns(paths), NEAREST, 0.5)
+            few = ", ".join(f"`{path}`" for path in near or paths[:NEAREST])
             raise UserError(
                 f"the pattern `{pattern}` of {Setting(key)} matches no {what}",
-                why=f"there are {few or 'none'}{more}",
-                fix=hint or "write a path, or a pattern: * is one part of a path, ** any number",
+                why=f"of its {len(paths)} paths and their patterns, the nearest are {few}",
+                fix="write one of these: * is one part of a path, ** any number of them",
             )
+
+
+def _patterns(paths: Sequence[str]) -> list[str]:
+    """Return patterns of paths: of the same weight in every block, and of whole modules."""
+    same = dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths)
+    parts = [path.split(".") for path in same]
+    modules = [".".join([*each[:n], "**"]) for each in parts for n in range(1, len(each))]
+    return list(dict.fromkeys([*same, *modules, *paths]))
