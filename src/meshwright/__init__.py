@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.plan import Plan
-    from meshwright.program.trace.reference import reference
+    from meshwright.program.trace.without_adapters import reference
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
@@ -70,7 +70,7 @@ _NAMES = {
     "mix": "meshwright.data.mixture",
     "load_model": "meshwright.trainer.trained.load_model",
     "read_params": "meshwright.checkpoint",
-    "reference": "meshwright.program.trace.reference",
+    "reference": "meshwright.program.trace.without_adapters",
     "replay": "meshwright.trainer.incidents.replay",
     "shard_fsdp": "meshwright.sharding.shard",
     "simulate_devices": "meshwright.mesh.simulate",

@@ -20,8 +20,8 @@ from meshwright.program.trace.layout import Layout, stacked_layout
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.model_program import ModelProgram
 from meshwright.program.trace.normalize import normalize
-from meshwright.program.trace.reference import refuse_reference
 from meshwright.program.trace.replaced_jax import device_reads
+from meshwright.program.trace.without_adapters import refuse_reference
 from meshwright.trees import Batch, check_num_samples
 from meshwright.weighted import Weighted
 
