@@ -198,7 +198,7 @@ COMMANDS = {
         ),
         Command(
             "export",
-            "write a run's parameters to a safetensors file, a Hugging Face folder or a PEFT folder",
+            "write a run's parameters to a safetensors file, or a folder for transformers or PEFT",
             "outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
             flags=(
                 Flag("--step", "which checkpoint (default: the newest)", "N", formerly="--update"),

@@ -33,27 +33,43 @@ _OTHER = {
 
 
 @dataclass(frozen=True)
-class _Names:
-    """Where PEFT keeps an adapter: the names of its two tensors, and how its dims are ordered."""
+class _Place:
+    """Where PEFT keeps a factor.
+
+    Attributes:
+        module: the layer.
+        name: the name of the tensor.
+        path: the path of the factor.
+        shape: the shape of the factor.
+        order: the order of the factor's dims in the tensor.
+        first: whether it is the factor of the inputs, which PEFT keeps transposed.
+    """
 
     module: str
-    a: str
-    b: str
-    order_a: list[int]
-    order_b: list[int]
+    name: str
+    path: str
+    shape: tuple[int, ...]
+    order: list[int]
+    first: bool
 
-    def tensors(self, a: NDArray[Any], b: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the two tensors of an adapter: [rank, inputs] and [outputs, rank]."""
-        rank = a.shape[-1]
-        first = a.transpose(*self.order_a, a.ndim - 1).reshape(-1, rank).T
-        return {self.a: first, self.b: b.transpose(*self.order_b, b.ndim - 1).reshape(-1, rank)}
+    def tensor(self, factor: NDArray[Any]) -> NDArray[Any]:
+        """Return the tensor of a factor: [rank, inputs] or [outputs, rank]."""
+        flat = factor.transpose(*self.order, len(self.order)).reshape(-1, self.shape[-1])
+        return flat.T if self.first else flat
+
+    def factor(self, tensor: NDArray[Any]) -> NDArray[Any]:
+        """Return the factor of a tensor."""
+        flat, stored = tensor.T if self.first else tensor, [self.shape[d] for d in self.order]
+        back = [self.order.index(d) for d in range(len(self.order))]
+        return flat.reshape(*stored, self.shape[-1]).transpose(*back, len(back))
 
 
-def _names(adapter: Adapter, kind: str) -> _Names:
+def _places(adapter: Adapter, kind: str) -> list[_Place]:
+    """Return where PEFT keeps the two factors of an adapter."""
     rows = (row.match(adapter.path) for row in find_family(kind).rows)
     row = next((row for row in rows if row is not None), None)
-    dims = None if row is None or adapter.tied else _orders(adapter, row)
-    if row is None or dims is None:
+    orders = [] if row is None or adapter.tied else _orders(adapter, row)
+    if row is None or len(orders) < 2:
         raise UserError(
             f"the adapter of `{adapter.path}` has no name in PEFT",
             why="PEFT adapts whole layers of transformers, each for itself, and this weight is "
@@ -61,24 +77,27 @@ def _names(adapter: Adapter, kind: str) -> _Names:
             fix="write merged weights: --to hf FOLDER, or mw.export_hf",
         )
     module = row.name.removesuffix(".weight")
-    suffix = ("embedding_A", "embedding_B") if adapter.lookup else ("A.weight", "B.weight")
-    return _Names(module, *(f"{_PREFIX}{module}.lora_{each}" for each in suffix), *dims)
+    suffixes = ("embedding_A", "embedding_B") if adapter.lookup else ("A.weight", "B.weight")
+    each = zip(suffixes, adapter.paths, adapter.shapes, orders, (True, False), strict=True)
+    return [
+        _Place(module, f"{_PREFIX}{module}.lora_{end}", path, shape, order, first)
+        for end, path, shape, order, first in each
+    ]
 
 
-def _orders(adapter: Adapter, row: TensorRow) -> tuple[list[int], list[int]] | None:
-    """Return the order of a weight's inputs and outputs in its tensor; None if it has others."""
+def _orders(adapter: Adapter, row: TensorRow) -> list[list[int]]:
+    """Return the order of a weight's inputs and outputs in its tensor; fewer if it has others."""
     stored, wanted = row.view.dims
-    names = [dim[0] for dim in wanted]
     if any(len(dim) > 1 for dim in wanted) or len(stored) != 2:
-        return None
-    orders: list[list[int]] = []
-    for dims in (adapter.split.inputs, adapter.split.outputs):
-        side = [names[d] for d in sorted(dims)]
-        dim = next((dim for dim in stored if sorted(dim) == sorted(side)), None)
-        if dim is None:
-            return None
-        orders.append([side.index(name) for name in dim])
-    return orders[0], orders[1]
+        return []
+    split = adapter.split
+    sides = [[wanted[d][0] for d in sorted(dims)] for dims in (split.inputs, split.outputs)]
+    return [
+        [side.index(name) for name in dim]
+        for side in sides
+        for dim in stored
+        if sorted(dim) == sorted(side)
+    ]
 
 
 def write_peft(
@@ -102,12 +121,9 @@ def write_peft(
         shapes: the shapes of the model's weights by path.
         dropout: the share of inputs that training dropped.
     """
-    tensors: dict[str, NDArray[Any]] = {}
-    modules: list[str] = []
-    for adapter in adapters:
-        names = _names(adapter, kind)
-        modules.append(names.module)
-        tensors |= names.tensors(*(np.asarray(factors[path]) for path in adapter.paths))
+    places = [place for adapter in adapters for place in _places(adapter, kind)]
+    tensors = {place.name: place.tensor(np.asarray(factors[place.path])) for place in places}
+    modules = [place.module for place in places]
     first, rows = adapters[0], find_family(kind).rows
     every = [row.name for path in shapes for row in (r.match(path) for r in rows) if row]
     config = {
@@ -157,28 +173,22 @@ def read_peft(folder: Path, kind: str, adapters: Sequence[Adapter]) -> dict[str,
     scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1)
     found: dict[str, NDArray[Any]] = {}
     for adapter in adapters:
-        names = _names(adapter, kind)
-        pair = [have.pop(names.a, None), have.pop(names.b, None)]
-        if pair[0] is None or pair[1] is None:
-            continue
-        need = names.tensors(*(np.empty(shape, np.float32) for shape in adapter.shapes))
-        for tensor, own in zip(pair, need.values(), strict=True):
-            if tensor.shape != own.shape:
+        for place in _places(adapter, kind):
+            tensor = have.pop(place.name, None)
+            if tensor is None:
+                continue
+            need = place.tensor(np.empty(place.shape, np.float32)).shape
+            if tensor.shape != need:
                 raise UserError(
                     f"the adapters in {folder} are of another base",
-                    why=f"`{tensor.name}` is {list(tensor.shape)} there, and {list(own.shape)} "
-                    f"for `{adapter.path}` of this model",
-                    fix=f"use the base that they were trained on"
+                    why=f"`{tensor.name}` is {list(tensor.shape)} there, and {list(need)} for "
+                    f"`{adapter.path}` of this model",
+                    fix="use the base that they were trained on"
                     f" ({config.get('base_model_name_or_path') or 'which they do not name'})",
                 )
-        a, b = (tensor.read([(0, n) for n in tensor.shape]).astype(np.float32) for tensor in pair)
-        for path, side, order, shape in zip(
-            adapter.paths, (a.T, b), (names.order_a, names.order_b), adapter.shapes, strict=True
-        ):
-            stored = [shape[d] for d in order]
-            back = [*(order.index(d) for d in range(len(order))), len(order)]
-            found[path] = side.reshape(*stored, adapter.rank).transpose(back)
-        found[adapter.paths[1]] = found[adapter.paths[1]] * (scale / adapter.scale)
+            read = tensor.read([(0, n) for n in tensor.shape]).astype(np.float32)
+            factor = 1.0 if place.first else scale / adapter.scale
+            found[place.path] = place.factor(read) * np.float32(factor)
     if have or not found:
         raise UserError(
             f"the adapters in {folder} are not those of the run",

@@ -137,10 +137,23 @@ class _Adding(Evaluator):
         self._views |= {v: _whole(n, aval_of(v).shape) for n, v in leaves.items()}
         self.uses = {n: Uses() for n in leaves}
         self._streams, self._draws = dict(streams or {}), Counter[int]()
+        self._depth = 0
 
     def after(self, leaf: int, stream: list[Any]) -> list[Any]:
         """Return the random stream of an adapter after the program has drawn from it."""
-        return [stream[0], stream[1] + np.uint32(self._draws[leaf])]
+        return self._streams.get(leaf, stream)
+
+    def equation(self, eqn: Equation, env: Environment) -> list[Value]:
+        """Evaluate one equation, and count what adapters have drawn in it, or in loops inside."""
+        self._depth += 1
+        results = super().equation(eqn, env)
+        self._depth -= 1
+        if not self._depth:
+            for leaf, count in self._draws.items():
+                key, before = self._streams[leaf]
+                self._streams[leaf] = [key, before + np.uint32(count)]
+            self._draws.clear()
+        return results
 
     def _dropped(self, view: View, x: Any) -> Any:
         """Return the input of an adapter with some of it dropped, while training."""

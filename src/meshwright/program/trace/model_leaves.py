@@ -186,10 +186,9 @@ def split_model(model: Any, trained: Trained = nnx.Param) -> ModelLeaves:
         trained: an NNX filter that says which variables are trained, or adapters.
     """
     model = _without_intermediates(model)
-    lora, trainable = None, trained
     apart = isinstance(trained, Adapted | PathFilter)
-    if isinstance(trained, Adapted):
-        lora, trainable = trained.lora, trained.also
+    lora = trained.lora if isinstance(trained, Adapted) else None
+    trainable = trained.also if isinstance(trained, Adapted) else trained
     is_trained: Callable[[Any, Any], bool] = nnx.filterlib.to_predicate(trainable)
     leaves: list[Leaf] = []
     entries: list[_Entry] = []

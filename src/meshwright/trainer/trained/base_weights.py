@@ -192,12 +192,11 @@ def find_base(folder: Path) -> Base | None:
     run = next((each for each in inside if (each / RECORD).is_file()), None)
     if run is None:
         return None
-    values = json.loads((run / RECORD).read_text(encoding="utf-8"))
-    adapters = [
-        Adapter(**{**each, "shape": tuple(each["shape"]), "split": Split(*map(frozenset, split))})
-        for each in values.pop("adapters")
-        for split in [each["split"]]
-    ]
+    values: dict[str, Any] = json.loads((run / RECORD).read_text(encoding="utf-8"))
+    adapters: list[Adapter] = []
+    for each in values.pop("adapters"):
+        each["split"], each["shape"] = Split(*map(frozenset, each["split"])), tuple(each["shape"])
+        adapters.append(Adapter(**each))
     shapes = {path: tuple(shape) for path, shape in values.pop("shapes").items()}
     return Base(**values, shapes=shapes, adapters=adapters, run=run)
 
