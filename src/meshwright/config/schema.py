@@ -330,6 +330,16 @@ class LoRA(Frozen):
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     init_from: str | None = None
 
+    @model_validator(mode="after")
+    def _of_adapters(self) -> LoRA:
+        others = sorted(self.model_fields_set - {"rank"})
+        if self.rank is None and any(getattr(self, key) for key in others):
+            raise UserError(
+                f"{Setting(f'lora.{others[0]}')} has no effect without adapters",
+                fix=f"write {Setting('lora.rank', 16)} too",
+            )
+        return self
+
 
 class PrecisionConfig(Frozen):
     """Number formats; master weights, loss and reductions are always float32.
