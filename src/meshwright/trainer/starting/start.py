@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshwright.checkpoint import read_params
 from meshwright.checkpoint.array_paths import as_named_now
 from meshwright.config.argument_checks import check_path
@@ -17,6 +19,7 @@ from meshwright.data.document_marks import CONFIG as TOKENIZER_CONFIG
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.inputs.user_model import exists
+from meshwright.program.trace.adapters import merge_adapters
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -25,6 +28,7 @@ from meshwright.trainer.programs import Programs
 from meshwright.trainer.starting.continuing import choose_start, continued_state
 from meshwright.trainer.starting.init_patterns import chosen, proposal, renamed
 from meshwright.trainer.starting.resume import ResumePoint, find_resume_point
+from meshwright.trainer.trained.base_weights import find_base, without_factors
 from meshwright.trainer.trained.export_hf import read_kind
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trainer_settings import TrainerSettings
@@ -190,9 +194,14 @@ def warm_start(
                 fix=f"write {Setting('model.init_from', ANY)} with a run folder",
             )
         return lambda state: state
-    leaves = {leaf.path: leaf.shape for leaf in assembled.traced.layout.leaves}
-    read = as_named_now(read_params(run, statistics=True), leaves)
-    weights = {leaf.path for leaf in assembled.traced.layout.leaves if leaf.is_weight}
+    own = without_factors({leaf.path: leaf for leaf in assembled.traced.layout.leaves})
+    leaves = {path: leaf.shape for path, leaf in own.items()}
+    read, base = read_params(run, statistics=True), find_base(Path(run))
+    if base is not None:
+        dtypes = dict.fromkeys(base.shapes, np.float32)
+        read = without_factors(merge_adapters(base.adapters, {**base.read(), **read}, dtypes))
+    read = as_named_now(read, leaves)
+    weights = {path for path, leaf in own.items() if leaf.is_weight}
     wanted = chosen(read.keys(), weights, patterns, run)
     saved = renamed(read, patterns)
     have = {path: saved[path].shape for path in saved if path in wanted}
