@@ -57,8 +57,8 @@ def replay(
     """
     read = read_record(record)
     plan, chosen = _fitting(read.plan, list(devices or jax.devices()))
-    parts = _parts(read, model, loss, optimizer, clip_norm)
-    parts = {"trainable": trainable, "lora": lora, **parts}
+    own = _parts(read, model, loss, optimizer, clip_norm)
+    parts: dict[str, Any] = {"trainable": trainable, "lora": lora, **own}
     trainer = Trainer(**parts, mesh=plan, devices=chosen)
     assembled = trainer.assemble(read.batch)
     values = read_leaves(read.checkpoints, read.step - 1, assembled.model_leaves.leaves)
