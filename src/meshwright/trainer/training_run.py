@@ -79,6 +79,7 @@ from meshwright.trainer.starting.run_warnings import (
 )
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
+from meshwright.trainer.trained.base_weights import keep_base
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.text_sample import TextSample, generate_sample
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
@@ -191,6 +192,7 @@ class TrainingRun:
             self._log_start(log, compiled)
             with self._advice.during(lambda: "placing the state", known):
                 state = self._restoring.first_state(tracker, progress, self._callbacks)
+                self._keep_base(state)
                 fill_tables(self._programs, state, self._trainer.loss, self._restoring, tracker)
                 checkpointer = make_checkpointer(
                     asked,
@@ -225,6 +227,12 @@ class TrainingRun:
         finally:
             tracker.close(summary)
         return result
+
+    def _keep_base(self, state: TrainState) -> None:
+        """Remember the weights that are not trained, once."""
+        if self._run_dir is not None and self._asked.checkpoint.enabled:
+            metadata, weights = self._metadata.at(0), self._start.weights
+            keep_base(self._run_dir, self._assembled, self._form, state, metadata, weights)
 
     def _check_sharding(self) -> list[str]:
         leaves = self._assembled.model_leaves

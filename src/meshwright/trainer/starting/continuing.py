@@ -63,7 +63,11 @@ def continued_state(result: FitResult, programs: Programs) -> TrainState:
     before, after = result.programs.form, programs.form
     _check_same(before, after)
     shardings = jax.tree.map(lambda struct: struct.sharding, after.structs)
-    return after.state(jax.device_put(before.copy(result.state), shardings))
+    base = {path: struct.sharding for path, struct in after.base_structs.items()}
+    return after.state(
+        jax.device_put(before.copy(result.state), shardings),
+        jax.device_put(before.base_arrays(result.state), base),
+    )
 
 
 def restored_result(point: ResumePoint, programs: Programs) -> FitResult:

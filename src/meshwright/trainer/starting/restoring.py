@@ -154,7 +154,7 @@ class Restoring:
         while True:
             assert self.point is not None
             try:
-                return restore(self.point, self._form)
+                return restore(self.point, self._form, self._start.weights)
             except DamagedCheckpoint as error:
                 if not self.point.same_run:
                     raise
