@@ -122,6 +122,32 @@ def test_data_without_numbers_need_a_reference():
         trainer().fit(iter(batches), steps=1)
 
 
+class Two(nnx.Module):
+    """Two layers, one of which may have adapters."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.table = nnx.Param(TABLE)
+        self.head = nnx.Linear(VOCAB, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.table[...][tokens])
+
+
+@pytest.mark.full
+def test_adapters_switched_off_are_the_reference_that_is_computed_once():
+    lora = mw.LoRA(rank=2, targets=("head.kernel",))
+    fits = [
+        trainer(model=Two, loss=DPO(beta=BETA, reference=kind), lora=lora).fit(
+            DATA, steps=4, batch_size=BATCH
+        )
+        for kind in ("precomputed", "adapter_off")
+    ]
+    first, second = ([*fit.losses.values()] for fit in fits)
+    assert first[0] == pytest.approx(np.log(2), rel=1e-6)
+    np.testing.assert_allclose(first, second, rtol=1e-5)
+    assert first[-1] < first[0] - 0.01
+
+
 @pytest.mark.full
 def test_orpo_needs_no_reference_and_data_may_bring_one():
     batches = [{name: array[:BATCH] for name, array in DATA.items()}] * 2

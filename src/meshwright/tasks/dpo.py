@@ -12,10 +12,12 @@ import numpy as np
 from jax import Array
 
 from meshwright.errors import Setting, UserError
+from meshwright.program.trace.without_adapters import reference
 from meshwright.tasks.task import Batch, Metrics, cross_entropy, read_field, read_weights, weigh
 from meshwright.weighted import Weighted
 
 Variant = Literal["dpo", "ipo", "orpo"]
+Reference = Literal["precomputed", "adapter_off"]
 
 SIDES = ("chosen", "rejected")
 REFERENCE = ("reference_chosen", "reference_rejected")
@@ -29,12 +31,15 @@ class DPO:
     each, and ``chosen_mask`` and ``rejected_mask`` of the same shape: which tokens are the
     answer's. ``reference_chosen`` and ``reference_rejected`` [B] are the log-probabilities of the
     answers in the model that training starts from. The trainer adds them, computed once, unless
-    the data bring them. ``mask`` [B] may say how much each pair counts.
+    the data bring them or adapters are switched off instead. ``mask`` [B] may say how much each
+    pair counts.
 
     Attributes:
         beta: how strongly the model is held to the reference; for ORPO, the weight of its odds.
         variant: ``dpo``; ``ipo``, which compares means over tokens and aims at a margin of 1/(2β);
             or ``orpo``, which needs no reference and also trains on the chosen answers.
+        reference: ``precomputed``, or ``adapter_off``, which computes it in every step with the
+            adapters (``lora``) switched off, also for data whose samples have no numbers.
         label_smoothing: the probability that a pair is the wrong way round; only for ``dpo``.
         vocab_size: number of tokens of the synthetic batches.
         context_length: T.
@@ -42,14 +47,16 @@ class DPO:
 
     beta: float = 0.1
     variant: Variant = "dpo"
+    reference: Reference = "precomputed"
     label_smoothing: float = 0.0
     vocab_size: int = 1024
     context_length: int = 128
 
     def __post_init__(self) -> None:
-        known = get_args(Variant)
-        if self.variant not in known:
-            _refuse("variant", self.variant, "it is not known", f"write {', '.join(known)}")
+        for name, kinds in (("variant", Variant), ("reference", Reference)):
+            if getattr(self, name) not in get_args(kinds):
+                fix = f"write {', '.join(get_args(kinds))}"
+                _refuse(name, getattr(self, name), "it is not known", fix)
         if not self.beta > 0:
             _refuse("beta", self.beta, "it has to be above 0", "write 0.1, or 0.01 to move further")
         if not 0 <= self.label_smoothing < 0.5:
@@ -76,8 +83,7 @@ class DPO:
             margins = self.beta * (means[:, 0] - means[:, 1])
             losses = -means[:, 0] - self.beta * jax.nn.log_sigmoid(_odds(means))
         else:
-            reference = jnp.stack([_reference(batch, name) for name in REFERENCE], axis=1)
-            moved = totals - jax.lax.stop_gradient(reference).astype(totals.dtype)
+            moved = totals - self._reference(model, batch).astype(totals.dtype)
             margins = self.beta * (moved[:, 0] - moved[:, 1])
             losses = self._pair_losses(moved, lengths)
         weights = read_weights(batch, losses)
@@ -86,6 +92,13 @@ class DPO:
             metrics[f"{side}_logprob"] = weigh(totals[:, n], weights)
             metrics[f"{side}_length"] = weigh(lengths[:, n], weights)
         return weigh(losses, weights), metrics
+
+    def _reference(self, model: Callable[..., Array], batch: Batch) -> Array:
+        """Return the log-probabilities of both answers in the reference, [B, 2]."""
+        known = batch
+        if self.reference == "adapter_off":
+            known = reference(self.initial_fields, model, batch)
+        return jax.lax.stop_gradient(jnp.stack([_read(known, n) for n in REFERENCE], axis=1))
 
     def _pair_losses(self, moved: Array, lengths: Array) -> Array:
         """Return the loss of each pair, from how far log-probabilities moved [B, 2] → [B]."""
@@ -99,7 +112,8 @@ class DPO:
     @property
     def initial_names(self) -> tuple[str, ...]:
         """The fields that the initial model computes of each pair, once."""
-        return () if self.variant == "orpo" else REFERENCE
+        given = self.variant == "orpo" or self.reference != "precomputed"
+        return () if given else REFERENCE
 
     def initial_fields(self, model: Callable[..., Array], batch: Batch) -> dict[str, Array]:
         """Return the log-probabilities of both answers in a model, [B] each."""
@@ -148,14 +162,15 @@ def answers(model: Callable[..., Array], batch: Batch) -> tuple[Array, Array]:
     return -(nats * counted).sum(axis=-1).reshape(pairs), counted.sum(axis=-1).reshape(pairs)
 
 
-def _reference(batch: Batch, name: str) -> Array:
+def _read(batch: Batch, name: str) -> Array:
     if name in batch:
         return batch[name]
     raise UserError(
         f"the batch has no field '{name}'",
         why="the trainer computes it once for every sample, of data whose samples have numbers",
         fix="give a dict of arrays, a dataset with a length or mw.PreferenceData; or add the "
-        f"field, or write {Setting('task.variant', 'orpo')}, which needs no reference",
+        f"field, or write {Setting('task.reference', 'adapter_off')} with adapters, or "
+        f"{Setting('task.variant', 'orpo')}, which needs no reference",
     )
 
 
