@@ -26,7 +26,7 @@ NEIGHBOURS = {
 
 BESIDE = {
     "models": set[str](),
-    "tasks": {"errors", "weighted"},
+    "tasks": {"errors", "program", "weighted"},
     "distributed": {
         "errors",
         "weighted",
