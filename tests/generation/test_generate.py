@@ -176,6 +176,7 @@ BAD = {
     "text without a tokenizer": ("Once", {}, "there is no tokenizer"),
     "a stop string without one": ([[1]], {"stop": "x"}, "cannot be looked for"),
     "equal samples": ([[1]], {"samples": 2}, "would all be the same"),
+    "no number format": ([[1]], {"dtype": "bf17"}, "dtype=bf17 is no format of floats"),
     "floats": ([[0.5]], {}, "neither a text nor token ids"),
 }
 
@@ -197,8 +198,9 @@ def test_wrong_arguments_are_told():
 def test_a_model_that_is_no_decoder_is_refused():
     with pytest.raises(UserError, match=r"NoDecoder is not a model of tokens\n.*array \[1\]"):
         mw.generate(NoDecoder(), [[1]], max_new_tokens=2)
-    with pytest.raises(UserError, match="Linear is not a model of tokens"):
-        mw.generate(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), [[1]], max_new_tokens=2)
+    for mesh in (None, "tensor=2,data=4"):
+        with pytest.raises(UserError, match="Linear is not a model of tokens"):
+            mw.generate(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), [[1]], max_new_tokens=2, mesh=mesh)
 
 
 @pytest.mark.full

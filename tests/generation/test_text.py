@@ -83,6 +83,22 @@ def test_a_folder_says_how_to_sample_and_where_to_stop(tmp_path):
     assert read_text_settings(folder).sampling == {}
 
 
+@pytest.mark.parametrize(
+    ("file", "says", "dtype"),
+    [
+        ("config.json", '{"torch_dtype": "bfloat16"}', "bfloat16"),
+        ("config.json", '{"text_config": {"dtype": "float16"}}', "float16"),
+        ("config.json", '{"dtype": "float32"}', None),
+        ("config.yaml", "precision: {compute: bf16}", "bfloat16"),
+        ("config.yaml", "training: {mixed_precision: fp16}\nprecision: {compute: null}", "float16"),
+        ("config.yaml", "precision: {compute: 'no'}", None),
+    ],
+)
+def test_folders_and_runs_name_the_format_to_compute_in(tmp_path, file, says, dtype):
+    (tmp_path / file).write_text(says)
+    assert read_text_settings(tmp_path).dtype == dtype
+
+
 def chat(tmp_path, template, messages, **settings):
     (tmp_path / "chat_template.jinja").write_text(template)
     return TextSettings(tmp_path).chat.render(messages, **settings)

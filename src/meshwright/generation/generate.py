@@ -369,14 +369,16 @@ def make_generator(
         )
     given = () if source is None else (np.asarray(jnp.asarray(source)),)
     split = split_model(model, half_precision(dtype), given)
-    placement = placement_of(split.weights, _as_mesh(mesh))
-    weights, remark = placement.place(split, dtype)
-    split = replace(split, weights=weights)
     own = remembered(_contexts, split, None, lambda: context_of(model))
     context = own if context_length is None else context_length
     check_count("context_length", context)
+    placement = placement_of(split.weights, _as_mesh(mesh))
+    if placement.divides_weights:
+        # A model that is no decoder is refused before its program is looked at.
+        vocabulary_of(split, min(8, context))
+    weights, remark = placement.place(split, dtype)
     return Generator(
-        model=split,
+        model=replace(split, weights=weights),
         sampling=chosen,
         text=text,
         max_new_tokens=max_new_tokens,
@@ -414,7 +416,15 @@ def context_of(model: Any) -> int:
 
 def half_precision(dtype: Any) -> Any:
     """Return a dtype that is computed in as in training; None for others, as weights alone are."""
-    return jnp.dtype(dtype) if dtype is not None and jnp.dtype(dtype).itemsize == 2 else None
+    try:
+        asked = jnp.dtype(jnp.float32 if dtype is None else dtype)
+    except TypeError:
+        asked = jnp.dtype(bool)
+    if not jnp.issubdtype(asked, jnp.floating):
+        raise UserError(
+            f"{argument('dtype', dtype)} is no format of floats", fix="write bfloat16 or float32"
+        )
+    return asked if asked.itemsize == 2 else None
 
 
 _contexts: OrderedDict[Any, int] = OrderedDict()
