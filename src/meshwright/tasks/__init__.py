@@ -9,6 +9,7 @@ _TASKS = {
     "language_modeling": "LanguageModeling",
     "classification": "Classification",
     "reconstruction": "Reconstruction",
+    "grpo": "GRPO",
 }
 
 TASK_KINDS: tuple[str, ...] = tuple(_TASKS)
