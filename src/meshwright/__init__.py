@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Plan
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
+    from meshwright.tasks.grpo import GRPO
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
     from meshwright.trainer.incidents.replay import replay
     from meshwright.trainer.trained.export_hf import export_hf
@@ -44,6 +45,7 @@ _NAMES = {
     "CheckpointConfig": "meshwright.config.schema",
     "Config": "meshwright.config.schema",
     "EarlyStopping": "meshwright.trainer",
+    "GRPO": "meshwright.tasks.grpo",
     "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
     "Samples": "meshwright.data.samples",
@@ -73,6 +75,7 @@ _NAMES = {
 }
 
 __all__ = [
+    "GRPO",
     "ArraySource",
     "Callback",
     "ChatData",

@@ -37,6 +37,8 @@ _SOURCES = {
     "arrays": "arrays:array_files",
     "images": "images:image_source",
     "digits": "digits:DigitSource",
+    "prompts": "prompts:prompt_source",
+    "sums": "prompts:SumSource",
 }
 
 DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic", "mixture")

@@ -70,6 +70,7 @@ class GRPO:
         tokenizer: turns prompts into tokens; by default that of the data.
         reward_names: the names of the rewards, for metrics.
         vocab_size: tokens of synthetic batches are below it.
+        context_length: the most tokens that the model takes, if it is known.
     """
 
     for_prompts: ClassVar[bool] = True
@@ -102,6 +103,7 @@ class GRPO:
     tokenizer: Any = None
     reward_names: Sequence[str] = ()
     vocab_size: int = 2
+    context_length: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
@@ -122,6 +124,13 @@ class GRPO:
         for name, (valid, allowed) in ranges.items():
             if not valid:
                 raise UserError(f"{name}={getattr(self, name)}", fix=f"write a number {allowed}")
+        if self.context_length is not None and self.length > self.context_length + 1:
+            raise UserError(
+                f"prompts of {self.max_prompt_length:,} and completions of "
+                f"{self.max_generation_steps:,} tokens do not fit the model",
+                why=f"its context has {self.context_length:,} tokens",
+                fix="lower max_prompt_length or max_generation_steps",
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(
@@ -195,9 +204,9 @@ class GRPO:
         own = np.array(self.reward_weights or [1.0] * rewards.shape[1], np.float32)
         found = {f"reward/{name}": weigh(rewards[:, n], scored) for n, name in enumerate(names)}
         # Estimated from the sampled tokens alone, which needs no second pass over the logits.
-        entropy = -sampler
+        drawn = mask
         if self.importance_cap is not None:
-            entropy = entropy * jnp.minimum(batch["importance"], self.importance_cap)
+            drawn = mask * jnp.minimum(batch["importance"], self.importance_cap)
         return {
             "reward": weigh(rewards @ own, scored),
             **(found if len(names) > 1 else {}),
@@ -205,7 +214,7 @@ class GRPO:
             "truncated": weigh(read_field(batch, "truncated"), ones),
             "zero_variance": weigh(1 - read_field(batch, "varied"), ones),
             "reward_failed": weigh(1 - scored, ones),
-            "entropy": weigh(entropy, mask),
+            "entropy": weigh(-sampler, drawn),
             "mismatch": weigh(jnp.exp(apart) - apart - 1, mask),
         }
 

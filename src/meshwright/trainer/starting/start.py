@@ -39,6 +39,7 @@ class Start:
     Attributes:
         state: makes the state to start from without a checkpoint.
         point: the checkpoint to resume from; None for none.
+        initial: makes the state that training began with, before any checkpoint.
         steps: the steps of that state, which an earlier `fit` did.
         remarks: what of a folder of weights is not used.
         source: where the weights come from, in one line; empty if they are random or a run's.
@@ -47,6 +48,7 @@ class Start:
 
     state: Callable[[], TrainState]
     point: ResumePoint | None = None
+    initial: Callable[[], TrainState] | None = None
     steps: int = 0
     remarks: tuple[str, ...] = ()
     source: str = ""
@@ -84,15 +86,25 @@ def find_start(
         warm = warm_start(trainer.init_from, trainer.init_patterns, assembled)
         start = Start(state=lambda: warm(fresh()), point=point, hf_files=hf_files)
     elif point is not None or last is not None:
-        start = Start(state=fresh, point=point, hf_files=hf_files)
+        folder = weights
+
+        def loaded() -> TrainState:
+            return _from_weights(folder, assembled, trainer.seed, hf_files, compare=False).state()
+
+        start = Start(state=fresh, point=point, initial=loaded, hf_files=hf_files)
     else:
         # The numbers of what a config or hf_model builds were compared before.
         compare = trainer.weights is not None and not asked.config
         start = _from_weights(weights, assembled, trainer.seed, hf_files, compare=compare)
     if last is None:
         return start
-    result = last
-    return replace(start, state=lambda: continued_state(result, programs), steps=result.steps)
+    result, initial = last, start.initial or start.state
+    return replace(
+        start,
+        state=lambda: continued_state(result, programs),
+        initial=initial,
+        steps=result.steps,
+    )
 
 
 def _weights_folder(trainer: TrainerSettings) -> str | Path | None:
