@@ -26,7 +26,7 @@ NEIGHBOURS = {
 
 BESIDE = {
     "models": set[str](),
-    "tasks": {"errors", "weighted"},
+    "tasks": {"errors", "weighted", "config"},
     "distributed": {
         "errors",
         "weighted",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,13 +188,14 @@ def model_builder(config: Config) -> ModelSource:
 def make_task(config: Config) -> HasLoss:
     """Return the task; sizes it shares with the model default to the model's."""
     builder = find_builder("task", config.task.kind, tasks.TASK_KINDS, tasks.find_task)
-    accepted = parameters_of(builder)
+    accepted: Collection[str] = parameters_of(builder)
     known = _shared_sizes(config)
     if isinstance(builder, type) and issubclass(builder, GRPO):
         own = {**_defaults(_model_class(config)), **config.model.arguments()}
         known["context_length"] = own.get("context_length")
         known |= {**config.grpo.model_dump(), **config.generation.model_dump()}
         known["reward_names"] = read_rewards(config.grpo.rewards, config.grpo.reward_weights).names
+        accepted = builder.model_fields
     shared = {name: value for name, value in known.items() if name in accepted}
     return read_task(config.task.kind, builder, {**shared, **config.task.arguments()})
 

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpy.typing import NDArray
+from pydantic import model_validator
 
+from meshwright.config.reward_sections import GenerationConfig, GrpoConfig
 from meshwright.errors import UserError
 from meshwright.tasks.task import Batch, Metrics, cross_entropy, read_field, weigh
 from meshwright.weighted import Weighted
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "scale_advantages": ("group", "batch", "none"),
-    "mean": ("token", "sequence", "length"),
-    "ratio": ("token", "sequence"),
-    "kl": ("loss", "reward"),
-}
 
-
-@dataclass(frozen=True, kw_only=True)
-class GRPO:
-    """Group-relative policy optimization, with its variants by settings.
+class GRPO(GrpoConfig, GenerationConfig):
+    """Group-relative policy optimization; its settings are those of the config's sections.
 
     A batch holds completions, those of one prompt next to each other:
 
@@ -41,32 +34,7 @@ class GRPO:
     - ``rewards`` [B, F], ``scored``, ``truncated`` and ``varied`` [B]: for metrics only.
 
     Attributes:
-        rewards: a reward function, or several, in a list or by name; see `mw.GRPO` in the docs.
-        reward_weights: how much each reward counts; 1 each by default.
-        reward_seconds: the most seconds of a call of a reward function.
-        reward_processes: the most processes that call reward functions.
-        num_generations: completions of each prompt, G.
-        num_iterations: updates for each rollout.
-        beta: weight of the KL divergence from the reference; 0 needs no reference.
-        kl: whether the divergence is part of the loss (k3) or of the reward (k1).
-        epsilon: how far ratios may fall below 1, and rise above it, before they are clipped.
-        epsilon_high: how far they may rise; `epsilon` by default.
-        dual_clip: the most that a ratio counts where the advantage is negative.
-        scale_advantages: divide by the standard deviation of the group, of the batch, or not.
-        leave_one_out: compare a reward with the mean of the others instead of that of all.
-        mean: the loss is a mean over tokens, over sequences of means over their tokens, or over
-            sequences of sums divided by `max_generation_steps`.
-        ratio: of each token, or one of each sequence (GSPO).
-        mask_truncated: leave completions that did not end out of the loss.
-        importance_cap: the largest weight for tokens drawn from another distribution than the
-            model's, by temperature, top-k or top-p; None uses no weights.
-        max_prompt_length: the most tokens of a prompt.
-        max_generation_steps: the most tokens of a completion.
-        temperature: of sampling.
-        top_k: sample from the k likeliest tokens; 0 means all.
-        top_p: sample from the likeliest tokens that reach this probability together.
-        eos_tokens: tokens that end a completion; by default those of the model.
-        generation_batch_size: completions that are generated at a time; by default all.
+        rewards: a reward function, or several, in a list or by name.
         tokenizer: turns prompts into tokens; by default that of the data.
         reward_names: the names of the rewards, for metrics.
         vocab_size: tokens of synthetic batches are below it.
@@ -77,66 +45,21 @@ class GRPO:
     """Its data are prompts, not rows of tokens."""
 
     rewards: Any = ()
-    reward_weights: Sequence[float] | None = None
-    reward_seconds: float = 10.0
-    reward_processes: int = 2
-    num_generations: int = 4
-    num_iterations: int = 1
-    beta: float = 0.08
-    kl: Literal["loss", "reward"] = "loss"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    dual_clip: float | None = None
-    scale_advantages: Literal["group", "batch", "none"] = "group"
-    leave_one_out: bool = False
-    mean: Literal["token", "sequence", "length"] = "token"
-    ratio: Literal["token", "sequence"] = "token"
-    mask_truncated: bool = False
-    importance_cap: float | None = 2.0
-    max_prompt_length: int = 256
-    max_generation_steps: int = 512
-    temperature: float = 0.9
-    top_k: int = 50
-    top_p: float = 1.0
-    eos_tokens: Sequence[int] | None = None
-    generation_batch_size: int | None = None
     tokenizer: Any = None
-    reward_names: Sequence[str] = ()
+    reward_names: tuple[str, ...] = ()
     vocab_size: int = 2
     context_length: int | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
-        ranges = {
-            "num_generations": (self.num_generations >= 2, "2 or more: groups are compared"),
-            "num_iterations": (self.num_iterations >= 1, "1 or more"),
-            "max_prompt_length": (self.max_prompt_length >= 1, "1 or more"),
-            "max_generation_steps": (self.max_generation_steps >= 1, "1 or more"),
-            "beta": (0 <= self.beta < math.inf, "0 or more"),
-            "epsilon": (0 < self.epsilon < 1, "between 0 and 1"),
-            "epsilon_high": (self.epsilon_high is None or self.epsilon_high > 0, "more than 0"),
-            "dual_clip": (self.dual_clip is None or self.dual_clip > 1, "more than 1"),
-            "importance_cap": (self.importance_cap is None or self.importance_cap > 0, "above 0"),
-            "temperature": (self.temperature > 0, "more than 0: completions must differ"),
-            "reward_seconds": (self.reward_seconds > 0, "more than 0"),
-            "reward_processes": (self.reward_processes >= 1, "1 or more"),
-        }
-        for name, (valid, allowed) in ranges.items():
-            if not valid:
-                raise UserError(f"{name}={getattr(self, name)}", fix=f"write a number {allowed}")
+    @model_validator(mode="after")
+    def _fits_the_model(self) -> Self:
         if self.context_length is not None and self.length > self.context_length + 1:
             raise UserError(
                 f"prompts of {self.max_prompt_length:,} and completions of "
                 f"{self.max_generation_steps:,} tokens do not fit the model",
                 why=f"its context has {self.context_length:,} tokens",
-                fix="lower max_prompt_length or max_generation_steps",
+                fix="lower generation.max_prompt_length or generation.max_generation_steps",
             )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UserError(
-                    f"{name}={getattr(self, name)!r} is not known",
-                    fix=f"write one of {', '.join(choices)}",
-                )
+        return self
 
     @property
     def length(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,7 +134,7 @@ class TrainerSettings:
         own = self.task
         if not own.reward_names:
             names = read_rewards(own.rewards, own.reward_weights).names
-            self.task = own = replace(own, reward_names=names)
+            self.task = own = own.model_copy(update={"reward_names": names})
         if self.loss not in (no_loss, own.loss):
             raise UserError("loss and task are both given", fix="leave out one of them")
         self.loss = own.loss

@@ -67,6 +67,7 @@ class Rollouts:
     log_every: int = 1
     tracker: Tracker = field(default_factory=Tracker)
     _reference: Any = None
+    _vocabulary: int = 0
 
     def __post_init__(self) -> None:
         task: GRPO = self.data.task
@@ -157,6 +158,9 @@ class Rollouts:
             stop_tokens=self._ends,
             **({"temperature": 0.0} if greedy else drawn),
         )
+        # Found by tracing the model, which does not change.
+        self._vocabulary = self._vocabulary or generator.vocabulary
+        vars(generator)["vocabulary"] = self._vocabulary
         total, done = len(encoded) * samples, 0
 
         def on_piece(piece: Any) -> None:
