@@ -30,3 +30,10 @@ def troubled(completion):
 def troubled_groups(completions):
     values = [troubled(each) for each in completions]
     return values[:-1] if "few" in completions else values
+
+
+def timed(completion):
+    """Take longer than a second for some completions, by their text alone."""
+    if sum(map(ord, completion)) % 19 == 0:
+        time.sleep(60)
+    return float(len(set(completion)))

@@ -56,12 +56,17 @@ def fit(made, folder, steps, **settings):
     return {name: np.asarray(value) for name, value in found.params.items()}
 
 
+def counting(counter):
+    """Return a reward that is another one whenever it is asked for."""
+    return lambda completion, answer: score(completion, answer) + next(counter) % 7
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with pytest.warns(UserWarning, match="without a time limit"):
-        fit(trainer(rewards=lambda completion, answer: score(completion, answer)), folder, 6)
-    return folder
+        params = fit(trainer(rewards=counting(itertools.count())), folder, 6)
+    return folder, params
 
 
 def lines(folder, number):
@@ -70,7 +75,8 @@ def lines(folder, number):
 
 
 def test_completions_are_written_with_their_rewards(whole):
-    folder = whole
+    folder, _ = whole
+    counter = itertools.count()
     found = [lines(folder, number) for number in range(3)]
     assert not (folder / "completions" / "000003.jsonl").exists()
     assert len({line["prompt"] for rollout in found for line in rollout}) == 6
@@ -78,7 +84,7 @@ def test_completions_are_written_with_their_rewards(whole):
     for rollout in found:
         assert [line["sample"] for line in rollout] == [0, 1, 2, 3] * 2
         for line in rollout:
-            expected = score(line["completion"], answers[line["prompt"]])
+            expected = score(line["completion"], answers[line["prompt"]]) + next(counter) % 7
             assert line["reward"] == pytest.approx(expected)
         for group in (rollout[:4], rollout[4:]):
             assert sum(line["advantage"] for line in group) == pytest.approx(0, abs=1e-5)
@@ -88,14 +94,8 @@ def test_completions_are_written_with_their_rewards(whole):
     assert all(name in row for row in rows if row["split"] == "train" for name in names)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        "fsdp=4,tensor=2",
-        pytest.param("data=1", marks=pytest.mark.full),
-        pytest.param("data=8", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data=1", "data=8", "fsdp=4,tensor=2"])
 def test_sampled_log_probabilities_equal_teacher_forced_ones(mesh, tmp_path):
     made = trainer(mesh, beta=0.0)
     fit(made, tmp_path, 1)
@@ -108,46 +108,46 @@ def test_sampled_log_probabilities_equal_teacher_forced_ones(mesh, tmp_path):
         assert 0 < batch["importance"][mask].min() < batch["importance"][mask].max()
 
 
-def test_a_run_resumed_inside_a_rollout_is_bit_equal(tmp_path):
-    """Each reward is asked for once, so that even a counter gives the same run."""
-    counts = [itertools.count() for _ in range(2)]
-
-    def counting(counter):
-        return lambda completion: float(next(counter) % 7)
-
-    unbroken = fit(trainer(rewards=counting(counts[0])), tmp_path / "a", 6)
-    fit(trainer(rewards=counting(counts[1])), tmp_path / "b", 3)
-    # The second rollout is in use; the third is scored now, and once more after going back.
-    fit(trainer(rewards=counting(counts[1])), tmp_path / "b", 5)
-    shutil.rmtree(tmp_path / "b" / "checkpoints" / "5")
-    resumed = fit(trainer(rewards=counting(counts[1])), tmp_path / "b", 6)
-    assert next(counts[0]) == next(counts[1]) == 24
-    for name, value in unbroken.items():
+@pytest.mark.filterwarnings("ignore:the reward")
+def test_a_run_resumed_inside_a_rollout_is_bit_equal(whole, tmp_path):
+    """Rewards are asked for once, so that even those that change give the same run."""
+    counter = itertools.count()
+    fit(trainer(rewards=counting(counter)), tmp_path, 5)
+    # As if it had been killed: the second rollout is in use, and the third was scored.
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    resumed = fit(trainer(rewards=counting(counter)), tmp_path, 6)
+    assert next(counter) == 24
+    for name, value in whole[1].items():
         np.testing.assert_array_equal(value, resumed[name])
 
 
-def test_failed_rewards_cost_their_samples_and_are_named(tmp_path):
+@pytest.mark.filterwarnings("ignore:the reward")
+def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tmp_path):
     def troubled(completion):
-        return float("nan") if len(set(completion)) == 2 else 1.0 * len(set(completion))
+        return float("nan") if ord(completion[0]) % 2 else float(len(set(completion)))
 
-    made = trainer(rewards=troubled, beta=0.0, num_iterations=1)
+    made = trainer(rewards={"odd": troubled}, beta=0.0, num_iterations=1)
     seen = []
-    fit(made, tmp_path, 1, on_metrics=lambda step, values: seen.append(values))
-    lost = [line for line in lines(tmp_path, 0) if line["reward"] is None]
-    assert seen[0]["reward_failed"] == len(lost) / 8
-    events = (tmp_path / "events.jsonl").read_text()
-    assert (f"failed for {len(lost):,} of 8" in events) == bool(lost)
-
-
-def test_held_out_prompts_are_scored_greedily(tmp_path):
-    made = trainer(rewards={"long": lambda completion: len(completion)}, num_iterations=1, beta=0.0)
     result = made.fit(
-        PROMPTS, steps=1, batch_size=8, eval_data=PROMPTS[:2], eval_every=1, progress=False
+        PROMPTS,
+        steps=1,
+        batch_size=8,
+        eval_data=PROMPTS[:2],
+        run_dir=tmp_path,
+        progress=False,
+        on_metrics=lambda step, values: seen.append(values),
     )
+    lost = [line for line in lines(tmp_path, 0) if line["reward"] is None]
+    assert 0 < len(lost) < 8
+    assert seen[0]["reward_failed"] == len(lost) / 8
+    assert all(line["advantage"] == 0 for line in lost)
+    assert f"the reward odd failed for {len(lost)} of 8" in (tmp_path / "events.jsonl").read_text()
     assert result.eval[1]["reward"] == -result.eval[1]["loss"]
     assert result.eval[1]["eval_samples"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:the reward")
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
