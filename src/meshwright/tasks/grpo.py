@@ -175,7 +175,12 @@ class GRPO(GrpoConfig, GenerationConfig):
 
 
 def token_log_probs(model: Callable[..., Array], batch: Batch) -> Array:
-    """Return the log-probability of each target: [B, L-1]."""
+    """Return the log-probability of each target: [B, L-1].
+
+    The model runs in evaluation mode, as it does when it samples: dropout would tell another model.
+    """
+    if hasattr(model, "eval"):
+        model.eval()  # pyright: ignore[reportAttributeAccessIssue]
     tokens = read_field(batch, "tokens")
     return -cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
