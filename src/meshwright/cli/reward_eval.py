@@ -14,7 +14,7 @@ from meshwright.errors import ExitCode, UserError, did_you_mean
 from meshwright.runtime.activity import activity
 from meshwright.text.units import counted
 
-PRESETS: dict[str, dict[str, float | int]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "standard": {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
     "liberal": {"temperature": 0.85, "top_k": 2000, "top_p": 1.0},

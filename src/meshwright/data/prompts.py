@@ -32,16 +32,14 @@ class PromptSource:
         tokenizer: turns prompts into tokens; None if they are tokens.
     """
 
-    def __init__(self, records: Sequence[Mapping[str, Any]], tokenizer: Any = None) -> None:
+    def __init__(self, records: Sequence[Any], tokenizer: Any = None) -> None:
         self.records, self.tokenizer = records, tokenizer
         for number, record in enumerate(records):
-            prompt = record.get(PROMPT) if isinstance(record, Mapping) else None
+            prompt: Any = record.get(PROMPT) if isinstance(record, Mapping) else None
             if prompt is None or isinstance(prompt, bool | int | float):
                 raise UserError(
                     f"record {number} has no prompt",
-                    why=f"it is {a_type(record)} with {', '.join(map(repr, record)) or 'nothing'}"
-                    if isinstance(record, Mapping)
-                    else f"it is {a_type(record)}",
+                    why=f"it is {a_type(record)}: {str(record)[:80]}",
                     fix='write records such as {"prompt": "37+48=", "answer": "85"}',
                 )
 
@@ -116,7 +114,6 @@ def as_prompts(given: Any, tokenizer: Any = None) -> Any:
 def as_objects(values: Sequence[Any]) -> NDArray[Any]:
     """Return an array of objects, also of lists of one length."""
     array = np.empty(len(values), object)
-    array[:] = [*values] if not any(isinstance(v, list | tuple) for v in values) else None
     for number, value in enumerate(values):
         array[number] = value
     return array

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from meshwright.errors import UserError
@@ -21,23 +21,20 @@ START_SECONDS = 120.0
 """How long a process may take to import the functions."""
 
 
-class Call(NamedTuple):
-    """A call of a reward function.
+class Calls(NamedTuple):
+    """Calls of one reward function, which one process makes.
 
     Attributes:
         function: its number.
-        arguments: by name.
+        arguments: of each call, by name.
     """
 
     function: int
-    arguments: dict[str, Any]
+    arguments: list[dict[str, Any]]
 
 
-class Answer(NamedTuple):
-    """What a call returned; None if it failed, with the reason."""
-
-    values: list[float] | None
-    problem: str
+Answer = tuple[list[float] | None, str]
+"""What a call returned, and what went wrong."""
 
 
 @dataclass
@@ -45,7 +42,7 @@ class _Worker:
     """A process, the number of its call (None if it is idle), and when that must have ended."""
 
     process: subprocess.Popen[bytes]
-    connection: Connection
+    connection: Any
     call: int | None = None
     deadline: float = 0.0
 
@@ -61,7 +58,7 @@ class RewardProcesses:
 
     Attributes:
         names: the functions, as ``package.module:Name``.
-        seconds: the most seconds of a call.
+        seconds: the most seconds of a call, on average over those that are made together.
         count: the most processes.
     """
 
@@ -70,9 +67,12 @@ class RewardProcesses:
     count: int
     _workers: list[_Worker] = field(default_factory=list["_Worker"])
 
-    def run(self, calls: Sequence[Call]) -> list[Answer]:
-        """Make all calls, and return their answers in the same order."""
-        answers: list[Answer] = [Answer(None, "")] * len(calls)
+    def run(self, calls: Sequence[Calls]) -> list[list[Answer] | str]:
+        """Make all calls, and return their answers in the same order.
+
+        Where the process hung or ended, there is the reason instead.
+        """
+        answers: list[list[Answer] | str] = [""] * len(calls)
         waiting = deque(range(len(calls)))
         while len(self._workers) < min(self.count, len(calls)):
             self._workers.append(self._start())
@@ -96,19 +96,20 @@ class RewardProcesses:
     def __del__(self) -> None:
         self.close()
 
-    def _send(self, worker: _Worker, number: int, calls: Sequence[Call]) -> None:
-        worker.call, worker.deadline = number, time.monotonic() + self.seconds
+    def _send(self, worker: _Worker, number: int, calls: Sequence[Calls]) -> None:
+        seconds = self.seconds * len(calls[number].arguments)
+        worker.call, worker.deadline = number, time.monotonic() + seconds
         # If it has ended since its last call, `_collect` finds the closed connection.
         with suppress(OSError):
             worker.connection.send(calls[number])
 
-    def _collect(self, worker: _Worker, answers: list[Answer]) -> None:
+    def _collect(self, worker: _Worker, answers: list[list[Answer] | str]) -> None:
         """Take the answer of a process; replace it if it is late or gone."""
         assert worker.call is not None
         problem = ""
         try:
             if worker.connection.poll():
-                answers[worker.call] = Answer(*worker.connection.recv())
+                answers[worker.call] = worker.connection.recv()
             elif time.monotonic() >= worker.deadline:
                 problem = f"it took longer than {self.seconds:g} s"
             else:
@@ -118,7 +119,7 @@ class RewardProcesses:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             problem = f"its process ended ({how})"
         if problem:
-            answers[worker.call] = Answer(None, problem)
+            answers[worker.call] = problem
             worker.end()
             self._workers[self._workers.index(worker)] = self._start()
         worker.call = None

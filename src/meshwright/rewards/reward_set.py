@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from meshwright.config.builders import import_named
 from meshwright.errors import UserError, did_you_mean
 from meshwright.rewards.bundled import BUNDLED
-from meshwright.rewards.reward_processes import Answer, Call, RewardProcesses
+from meshwright.rewards.reward_processes import Answer, Calls, RewardProcesses
 from meshwright.rewards.reward_worker import call, import_function
 from meshwright.text.units import counted
 
 Reward = Callable[..., Any]
+_Todo = tuple[int, int, list[Sequence[int]]]
+"""A function, a group, and which of its completions each call is for."""
 
 
 class Group(NamedTuple):
@@ -134,23 +136,26 @@ class RewardSet:
         starts = np.cumsum([0, *(len(group.completions) for group in groups)])
         values = np.full((int(starts[-1]), len(self.functions)), math.nan)
         problems: dict[str, tuple[int, str]] = {}
-        todo: list[tuple[int, int, Sequence[int]]] = []
+        todo: list[_Todo] = []
         for f, each in enumerate(self.functions):
             for g, group in enumerate(groups):
                 all_ = range(len(group.completions))
-                todo += [(f, g, all_)] if each.of_groups else [(f, g, [n]) for n in all_]
+                todo.append((f, g, [all_] if each.of_groups else [[n] for n in all_]))
         while todo:
-            again: list[Any] = []
-            for (f, g, which), answer in zip(todo, self._run(todo, groups), strict=True):
-                problem = answer.problem or _wrong(answer.values, len(which))
-                if not problem:
-                    values[starts[g] + np.array(which), f] = answer.values
-                elif len(which) > 1:
-                    again += [(f, g, [n]) for n in which]
-                else:
-                    name = self.functions[f].name
-                    count, first = problems.get(name, (0, problem))
-                    problems[name] = (count + 1, first)
+            again: list[_Todo] = []
+            for (f, g, pieces), found in zip(todo, self._run(todo, groups), strict=True):
+                # Which of several calls a process hung in is not known.
+                answers = [(None, found)] * len(pieces) if isinstance(found, str) else found
+                for which, (numbers, problem) in zip(pieces, answers, strict=True):
+                    problem = problem or _wrong(numbers, len(which))
+                    if not problem:
+                        values[starts[g] + np.array(which), f] = numbers
+                    elif len(which) > 1 or (len(pieces) > 1 and isinstance(found, str)):
+                        again += [(f, g, [[n]]) for n in which]
+                    else:
+                        name = self.functions[f].name
+                        count, first = problems.get(name, (0, problem))
+                        problems[name] = (count + 1, first)
             todo = again
         return Scored(values, problems)
 
@@ -158,19 +163,19 @@ class RewardSet:
         """Return the weighted sum of the functions for each completion; NaN if one failed."""
         return values @ np.array(self.weights)
 
-    def _run(self, todo: Sequence[Any], groups: Sequence[Group]) -> list[Answer]:
-        answers: dict[int, Answer] = {}
-        calls: dict[int, Call] = {}
+    def _run(self, todo: Sequence[_Todo], groups: Sequence[Group]) -> list[list[Answer] | str]:
+        own: dict[int, list[Answer] | str] = {}
+        others: dict[int, Calls] = {}
         remote = [f for f, each in enumerate(self.functions) if each.imported is not None]
-        for number, (f, g, which) in enumerate(todo):
+        for number, (f, g, pieces) in enumerate(todo):
             each = self.functions[f]
-            arguments = each.arguments(groups[g], which)
+            arguments = [each.arguments(groups[g], which) for which in pieces]
             if each.imported is None:
-                answers[number] = Answer(*call(each.function, arguments))
+                own[number] = [call(each.function, one) for one in arguments]
             else:
-                calls[number] = Call(remote.index(f), arguments)
-        answers |= zip(calls, self.processes.run(list(calls.values())), strict=True)
-        return [answers[number] for number in range(len(todo))]
+                others[number] = Calls(remote.index(f), arguments)
+        own |= zip(others, self.processes.run(list(others.values())), strict=True)
+        return [own[number] for number in range(len(todo))]
 
 
 def read_rewards(

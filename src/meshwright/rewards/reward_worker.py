@@ -22,7 +22,7 @@ def import_function(name: str) -> Callable[..., Any]:
 def serve(connection: Connection, names: Sequence[str]) -> None:
     """Import the functions, then call them as asked, until the other end is closed.
 
-    Every answer is a pair: what was returned, and what went wrong; one of the two is empty.
+    An answer has a pair for each call: what was returned, and what went wrong.
     """
     functions: list[Callable[..., Any]] = []
     try:
@@ -36,7 +36,7 @@ def serve(connection: Connection, names: Sequence[str]) -> None:
             number, arguments = connection.recv()
         except EOFError:
             return
-        connection.send(call(functions[number], arguments))
+        connection.send([call(functions[number], each) for each in arguments])
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, str]:

@@ -155,16 +155,12 @@ class GRPO(GrpoConfig, GenerationConfig):
         floats = {name: (shape, np.float32) for name, shape in sizes.items()}
         return {"tokens": ((batch_size, self.length), np.int32), **floats}
 
-    def example_batch(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of a batch."""
-        fields = self.fields(batch_size, max(1, len(self.reward_names)))
-        return {name: jax.ShapeDtypeStruct(*each) for name, each in fields.items()}
-
     def synthetic_batch(self, seed: int, batch_size: int) -> dict[str, NDArray[Any]]:
         """Return random completions with random advantages, of the shapes of real ones."""
         random = np.random.default_rng(seed)
         fields = self.fields(batch_size, max(1, len(self.reward_names)))
-        made = {name: np.ones(shape, dtype) for name, (shape, dtype) in fields.items()}
+        made: dict[str, NDArray[Any]] = {}
+        made |= {name: np.ones(shape, dtype) for name, (shape, dtype) in fields.items()}
         made["tokens"] = random.integers(self.vocab_size, size=fields["tokens"][0]).astype(np.int32)
         made["completion_mask"][:, : self.max_prompt_length - 1] = 0
         for name in ("sampler_log_probs", "reference_log_probs"):
@@ -174,13 +170,13 @@ class GRPO(GrpoConfig, GenerationConfig):
         return made
 
 
-def token_log_probs(model: Callable[..., Array], batch: Batch) -> Array:
+def token_log_probs(model: Any, batch: Batch) -> Array:
     """Return the log-probability of each target: [B, L-1].
 
     The model runs in evaluation mode, as it does when it samples: dropout would tell another model.
     """
     if hasattr(model, "eval"):
-        model.eval()  # pyright: ignore[reportAttributeAccessIssue]
+        model.eval()
     tokens = read_field(batch, "tokens")
     return -cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 

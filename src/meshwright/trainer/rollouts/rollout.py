@@ -145,7 +145,9 @@ class Rollouts:
         task, assembled = self.task, self.programs.assembled
         encoded = [self._encode(n, prompt) for n, prompt in enumerate(_prompts(columns))]
         first, samples = number * len(encoded), 1 if greedy else task.num_generations
-        drawn = {"temperature": task.temperature, "top_k": task.top_k, "top_p": task.top_p}
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if not greedy:
+            drawn = {"temperature": task.temperature, "top_k": task.top_k, "top_p": task.top_p}
         generator = make_generator(
             assembled.model(state),
             max_new_tokens=task.max_generation_steps,
@@ -156,7 +158,7 @@ class Rollouts:
             context_length=task.length,
             dtype=_HALF.get(assembled.plan.precision),
             stop_tokens=self._ends,
-            **({"temperature": 0.0} if greedy else drawn),
+            **drawn,
         )
         # Found by tracing the model, which does not change.
         self._vocabulary = self._vocabulary or generator.vocabulary
@@ -213,7 +215,7 @@ class Rollouts:
         size = len(groups[0].completions)
         values = np.empty((len(groups) * size, len(self.rewards.names)))
         problems: dict[str, tuple[int, str]] = {}
-        parts = gather([np.where(np.isnan(own.values), None, own.values).tolist(), own.problems])
+        parts = gather([[[_number(v) for v in row] for row in own.values], own.problems])
         for process, (found, wrong) in enumerate(parts):
             places = np.arange(len(groups))[process::count, None] * size + np.arange(size)
             values[places.ravel()] = np.array(found, float).reshape(-1, values.shape[1])

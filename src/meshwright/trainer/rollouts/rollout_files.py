@@ -57,7 +57,8 @@ class RolloutFiles:
         if self._folder is None or not is_main():
             return
         beside = self._folder / ".batch.npz"
-        np.savez(beside, **batch)
+        arrays: dict[str, Any] = {**batch}
+        np.savez(beside, **arrays)
         beside.replace(self._path(number, "npz"))
         self._path(number - KEPT, "npz").unlink(missing_ok=True)
 
