@@ -3,7 +3,7 @@
 Each seed first learns sums from examples until it is right about a third of the time, and then
 from rewards alone. What is measured are sums that neither has seen.
 
-    python benchmarks/sums_rewards.py [--seeds 3] [--steps 300]
+    python benchmarks/sums_rewards.py [--seeds 3] [--steps 800]
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shuffled(completions: list[str], answer: list[str]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=800)
     asked = parser.parse_args()
     runs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -59,10 +59,10 @@ def learn(name: str, start: str, folder: str, seed: int, steps: int, *more: str)
     """Learn from rewards, and return how held-out sums were answered on the way."""
     settings = (f"run.seed={seed}", f"model.init_from={start}", f"training.steps={steps}", *more)
     # The rewards of the control say nothing, so that the checkpoints are scored afterwards.
-    keep = (f"checkpoint.keep_last={steps}", "checkpoint.every=20", "training.eval_every=20")
+    keep = (f"checkpoint.keep_last={steps}", "checkpoint.every=80")
     seconds = train("sums_grpo", folder, *settings, *(keep if more else ()))
     if more:
-        curve = [[step, score(folder, step)] for step in range(20, steps + 1, 20)]
+        curve = [[step, score(folder, step)] for step in range(80, steps + 1, 80)]
     else:
         lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
         curve = [[line["step"], line["reward"]] for line in lines if line["split"] == "eval"]

@@ -108,6 +108,7 @@ def test_sampled_log_probabilities_equal_teacher_forced_ones(mesh, tmp_path):
         assert 0 < batch["importance"][mask].min() < batch["importance"][mask].max()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:the reward")
 def test_a_run_resumed_inside_a_rollout_is_bit_equal(whole, tmp_path):
     """Rewards are asked for once, so that even those that change give the same run."""
@@ -157,7 +158,12 @@ def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tm
         ([{"prompt": "1"}], {"rewards": score}, "needs the column `answer`"),
         ({"prompt": ["1", "2"], "answer": ["1"]}, {}, "differ in length"),
         (PROMPTS, {"num_generations": 3}, "no whole groups"),
-        (PROMPTS, {"rewards": lambda completion: 1 / 0}, "fails for every completion"),
+        pytest.param(
+            PROMPTS,
+            {"rewards": lambda completion: 1 / 0},
+            "fails for every completion",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_bad_input_is_refused(prompts, settings, message):

@@ -235,7 +235,7 @@ class _Tables(ParquetRows):
         return present
 
 
-def _files(path: str | list[str]) -> tuple[RecordFiles, list[Path]]:
+def record_files(path: str | list[str]) -> tuple[RecordFiles, list[Path]]:
     """Return how to read the files, and the files."""
     files = list_files(path, (*JsonLines.endings, *ParquetRows.endings))
     tables = {file.name.lower().endswith(ParquetRows.endings) for file in files}
@@ -267,7 +267,7 @@ def _corpus(
     on_corrupt: OnCorrupt,
 ) -> Corpus:
     """Return the conversations as a corpus, whose documents have all their tokens already."""
-    reader, files = _files(_written(records) if path is None else path)
+    reader, files = record_files(_written(records) if path is None else path)
     name = "the records" if path is None else str(Setting("data.path", path))
 
     def finish(texts: list[ChatText]) -> Sequence[Document]:

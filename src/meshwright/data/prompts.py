@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.chat_source import record_files
 from meshwright.data.contents import list_contents
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
-from meshwright.data.files import list_files
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.jsonl import JsonLines
-from meshwright.data.parquet import ParquetRows
 from meshwright.data.protocols import HostBatch
 from meshwright.data.records import parsed_records
 from meshwright.data.token_cache import nothing
@@ -82,17 +80,15 @@ def prompt_source(
     """
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
-    files = list_files(path, (*JsonLines.endings, *ParquetRows.endings))
+    reader, files = record_files(path)
     corrupt = CorruptRecords(on_corrupt)
     records: list[dict[str, Any]] = []
-    for file in files:
-        kind = ParquetRows if file.name.endswith(ParquetRows.endings) else JsonLines
-        for where, record in parsed_records(kind(path=str(file), field=field), [file], corrupt):
-            if not isinstance(record, dict) or not isinstance(record.get(field), str | list):
-                corrupt.add(where, f"it has no `{field}` that is a text or a list")
-                continue
-            named = {name: value for name, value in record.items() if name != field}
-            records.append({PROMPT: record[field], **named})
+    for where, record in parsed_records(reader, files, corrupt):
+        if not isinstance(record, dict) or not isinstance(record.get(field), str | list):
+            corrupt.add(where, f"it has no `{field}` that is a text or a list")
+            continue
+        named = {name: value for name, value in record.items() if name != field}
+        records.append({PROMPT: record[field], **named})
     if not records:
         raise nothing(f"data.path={path}", corrupt, "there are no prompts")
     return PromptSource(records, loaded)

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.chat_template import no_template, read_template
 from meshwright.data.prompts import PROMPT
 from meshwright.data.protocols import Data, HostBatch
 from meshwright.data.rollout_data import RolloutData
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.user_data import as_data
-from meshwright.errors import Setting, UserError
-from meshwright.generation.chat_template import render_chat
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.generation.generate import make_generator
-from meshwright.generation.text_settings import TextTokens, read_text_settings
+from meshwright.generation.text_settings import TextTokens
 from meshwright.generation.token_loop import CHUNK, Ended, Prompt, Row
 from meshwright.processes import gather, process_count, process_index
 from meshwright.rewards.reward_set import Group, RewardSet, Scored, read_rewards
@@ -178,8 +178,11 @@ class Rollouts:
         if isinstance(prompt, str):
             tokens = self.text.encode(prompt)
         elif len(prompt) and isinstance(prompt[0], dict):
-            settings = read_text_settings(self.weights or ".")
-            tokens = self.text.encode(render_chat(settings, prompt), start=False)
+            folder = Path(self.weights or ".")
+            template = read_template(folder)
+            if template is None:
+                raise no_template(folder, f"write {Setting('model.weights', ANY)}, or texts")
+            tokens = self.text.encode(template.render(prompt), start=False)
         else:
             tokens = np.asarray(prompt, np.int32)
         most = self.task.max_prompt_length
