@@ -88,12 +88,13 @@ class Rollouts:
     def check(self, prompts: Data) -> None:
         """Refuse prompts that are too long, and rewards that need columns they do not have."""
         count = prompts.num_samples or 0
-        for step in range(-(-count // 1024)):
-            columns = prompts.batch(step, min(1024, count - step * 1024))
+        size = min(1024, count)
+        for step in range(-(-count // max(size, 1))):
+            columns, ids = prompts.batch(step, size), prompts.ids(step, size)
             if not step:
                 self.rewards.check([name for name in columns if name != PROMPT])
-            for number, prompt in enumerate(_prompts(columns)):
-                self._encode(step * 1024 + number, prompt)
+            for n, prompt in enumerate(_prompts(columns)):
+                self._encode(step * size + n if ids is None else int(ids[n]), prompt)
 
     def __call__(self, number: int, batch_size: int) -> HostBatch:
         """Return the batch of a rollout."""
@@ -117,10 +118,7 @@ class Rollouts:
         step = number * self.task.num_iterations + 1
         tokens = sum(len(row.tokens) for row in rows)
         seconds["rollout_tokens_per_second"] = tokens / max(seconds["rollout_seconds"], 1e-9)
-        if (
-            step == 1
-            or step // self.log_every > (step - self.task.num_iterations) // self.log_every
-        ):
+        if number % max(1, self.log_every // self.task.num_iterations) == 0:
             self.tracker.log("rollout", step, seconds)
         return batch
 
