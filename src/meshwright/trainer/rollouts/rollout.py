@@ -26,7 +26,7 @@ from meshwright.processes import gather, process_count, process_index
 from meshwright.rewards.reward_set import Group, RewardSet, Scored, read_rewards
 from meshwright.runtime.activity import activity
 from meshwright.runtime.heartbeat import own_heartbeat
-from meshwright.step.state import TrainState, copied
+from meshwright.step.state import TrainState
 from meshwright.tasks.grpo import GRPO, group_advantages, token_log_probs
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.evaluating.evaluation import EVAL_SAMPLES, predict
@@ -268,16 +268,11 @@ class Rollouts:
 
     def _reference_log_probs(self, batch: HostBatch) -> NDArray[np.float32]:
         if self._reference is None:
-            self._reference = self._copy_of_initial()
+            # Arrays of its own, which no step donates; only the weights are kept.
+            self._reference = replace(self.initial(), optimizer=None)
         tokens = as_data({"tokens": batch["tokens"]})
         found = predict(self.programs, self._reference, tokens, token_log_probs)
         return np.where(batch["completion_mask"] > 0, found, 0).astype(np.float32)
-
-    def _copy_of_initial(self) -> TrainState:
-        """Return the weights that training started from, which no step donates."""
-        state = self.initial()
-        params, others = copied((state.params, state.model_state))
-        return replace(state, params=params, model_state=others, optimizer=None)
 
     def _write(
         self, number: int, columns: Any, rows: list[Row], batch: HostBatch, values: Any
