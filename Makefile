@@ -146,6 +146,7 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_peers.py --only gemma3_1b --sides meshwright,plain_jax
 	@$(BIN)/python benchmarks/gpu_user_models.py
 	@$(BIN)/python benchmarks/gpu_plain_loop.py
+	@$(BIN)/python benchmarks/gpu_lora.py
 	@$(BIN)/python benchmarks/gpu_losses.py
 	@$(BIN)/python benchmarks/gpu_start.py
 	@$(BIN)/python benchmarks/gpu_trainer_overhead.py

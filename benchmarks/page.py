@@ -478,6 +478,23 @@ def gpu_unseen(record: dict[str, Any]) -> list[str]:
     return table(("plan", "compiled", "predicted", "error"), rows)
 
 
+def gpu_lora(record: dict[str, Any]) -> list[str]:
+    """One row for each side, and the ratios."""
+    (row,) = record["rows"]
+    rows = [
+        [side, f"{row[side]['tokens_per_second']:,}", f"{row[side]['ms']:.1f} ms"]
+        + [f"{row[side]['peak_gib']:.1f} GiB", f"{row[side]['joules_per_1000']:.2f}"]
+        for side in ("full", "lora", "transformers")
+    ]
+    heads = ("side", "tokens/s", "step", "peak memory", "joules per 1000 tokens")
+    ratios = (
+        f"LoRA over the full step: {row['time_over_full']:.2f} of the time, "
+        f"{row['memory_over_full']:.2f} of the memory; over transformers with "
+        f"{row['transformers']['adapters']}: {row['over_peer']:.2f} of the tokens/s."
+    )
+    return [*table(heads, rows), "", ratios]
+
+
 def share(part: dict[str, Any] | None) -> str:
     return f"{part['overlapped']:.0%}" if part else "–"
 
@@ -520,6 +537,7 @@ TABLES = {
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_plain_loop": gpu_plain_loop,
+    "gpu_lora": gpu_lora,
     "published_throughputs": published_throughputs,
     "gpu_losses": gpu_losses,
     "gpu_start": gpu_start,

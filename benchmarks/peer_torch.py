@@ -13,8 +13,17 @@ from peer_cases import Case, Images
 from peer_process import since_start, tell, told_to_go, turn_over
 
 
-def train_torch(case: Case, side: str, data: Path, steps: int) -> None:
-    """Train with bf16 autocast, sdpa, fused AdamW, and torch.compile of model and loss."""
+def train_torch(
+    case: Case,
+    side: str,
+    data: Path,
+    steps: int,
+    prepare: Callable[[Any], tuple[Any, str]] | None = None,
+) -> None:
+    """Train with bf16 autocast, sdpa, fused AdamW, and torch.compile of model and loss.
+
+    ``prepare`` changes the model before it is trained, and says how; it stays in float32 without.
+    """
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,13 +32,15 @@ def train_torch(case: Case, side: str, data: Path, steps: int) -> None:
     torch.backends.cudnn.benchmark = True
     # On CPUs only the plain forms are tried: compiled ones take minutes, and some crash.
     attention = "sdpa" if device == "cuda" else "eager"
-    model = build_model(case, side, attention).to(device, torch.float32).train()
+    model, adapters = build_model(case, side, attention).to(torch.float32), ""
+    if prepare is not None:
+        model, adapters = prepare(model)
+    model = model.to(device).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
     if side == "torchvision" or "ResNet" in type(model).__name__:
         model = model.to(memory_format=torch.channels_last)
     params = sum(p.numel() for p in model.parameters())
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     # The loss is compiled too: otherwise the logits are held in float32.
     backend = "inductor" if device == "cuda" else "eager"
     compiled = torch.compile(loss_of(model, case), backend=backend)
@@ -39,7 +50,7 @@ def train_torch(case: Case, side: str, data: Path, steps: int) -> None:
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = compiled(*next(batches))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss
@@ -63,6 +74,7 @@ def train_torch(case: Case, side: str, data: Path, steps: int) -> None:
             peak=torch.cuda.max_memory_allocated() if device == "cuda" else 0,
             loss=value,
             parameters=params,
+            **({"adapters": adapters} if adapters else {}),
         )
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 import jax
-from flax import nnx
 from peer_process import STEPS, since_start, tell, told_to_go, turn_over
 
 import meshwright as mw
@@ -35,13 +34,13 @@ class Turns(mw.Callback):
             if not turn_over(self._start):
                 return
             stats = jax.local_devices()[0].memory_stats() or {}
-            params = nnx.state(self.context.model, nnx.Param)
+            leaves = self.context._assembled.model_leaves  # pyright: ignore[reportPrivateUsage]
             tell(
                 seconds=now - self._start,
                 updates=self._steps,
                 peak=stats.get("peak_bytes_in_use", 0),
                 loss=values["loss"],
-                parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+                parameters=leaves.num_parameters,
                 kernels=self._kernels(),
             )
         if not told_to_go():

@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 
 HF = Path(__file__).parent / "fixtures" / "hf"
-FOLDERS = ("gpt2", "gemma3", "gemma3_multimodal", "llama", "qwen3", "vit")
+FOLDERS = (
+    *("gpt2", "gemma2", "gemma3", "gemma3_multimodal", "llama"),
+    *("mistral", "phi3", "qwen2", "qwen3", "vit"),
+)
 GPT2 = HF / "gpt2"
 
 

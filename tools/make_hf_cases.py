@@ -1,8 +1,8 @@
 """Write tests/fixtures/hf_cases: what transformers makes of odd config.json files and odd folders.
 
 Needs packages that the project does not: ``pip install torch transformers`` in another environment,
-then ``python tools/make_hf_cases.py tests/fixtures``. The folders of tests/fixtures/hf are changed
-in one place at a time, and loaded:
+then ``python tools/make_hf_cases.py tests/fixtures``, with names to try only some families anew.
+The folders of tests/fixtures/hf are changed in one place at a time, and loaded:
 
 - every key that a config class has, or that its code reads, gets every value of a list;
 - a few folders get several changes, or other files; ``odd.json`` lists them. In its configs, null
@@ -24,6 +24,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -124,27 +125,32 @@ UNDECLARED = ("original_max_position_embeddings", "quantization_config", "auto_m
 
 FAMILIES = {
     "gpt2": (hf.GPT2Config, "gpt2"),
+    "gemma2": (hf.Gemma2Config, "gemma2"),
     "gemma3": (hf.Gemma3TextConfig, "gemma3"),
     "gemma3_multimodal": (hf.Gemma3Config, "gemma3"),
     "llama": (hf.LlamaConfig, "llama"),
+    "mistral": (hf.MistralConfig, "mistral"),
+    "phi3": (hf.Phi3Config, "phi3"),
+    "qwen2": (hf.Qwen2Config, "qwen2"),
     "qwen3": (hf.Qwen3Config, "qwen3"),
     "vit": (hf.ViTConfig, "vit"),
 }
 
 
-def main(fixtures: Path) -> None:
-    """Write the cases."""
+def main(fixtures: Path, *names: str) -> None:
+    """Write the cases: all, or those of some families with the others as they are."""
     target = fixtures / "hf_cases"
-    kept: dict[str, Any] = {}
+    kept: dict[str, Any] = kept_logits(target, names) if names else {}
+    before = json.loads((target / "cases.json").read_text())["outcomes"] if names else {}
     odd = json.loads((target / "odd.json").read_text())
     every = {key for each in FAMILIES.values() for key in config_keys(*each)}
     found: dict[str, Any] = {
         "transformers": hf.__version__,
         "values": {key: values_of(key) for key in sorted(every)},
         "odd": {case["name"]: odd_case(fixtures / "hf", case, kept) for case in odd},
-        "outcomes": {},
+        "outcomes": before,
     }
-    labels = [*FAMILIES, "gemma3_multimodal/text_config"]
+    labels = list(names) or [*FAMILIES, "gemma3_multimodal/text_config"]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for label, (outcomes, logits) in zip(
             labels, pool.map(partial(key_cases, fixtures / "hf"), labels), strict=True
@@ -173,6 +179,14 @@ def greedy(fixtures: Path) -> None:
             for prompt in PROMPTS
         ]
     (fixtures / "hf_cases" / "greedy.json").write_text(json.dumps(found) + "\n")
+
+
+def kept_logits(target: Path, names: Collection[str]) -> dict[str, Any]:
+    """Return the logits of the cases that are not tried anew."""
+    saved = np.load(target / "logits.npz")
+    pairs = zip(saved["names"].tolist(), saved["logits"], strict=True)
+    own = {name: row[~np.isnan(row)] for name, row in pairs}
+    return {name: row for name, row in own.items() if name.partition("/")[0] not in (*names, "odd")}
 
 
 def config_keys(config: Any, model: str) -> list[str]:
@@ -224,8 +238,12 @@ def _is_config(node: ast.AST) -> bool:
 
 MODELS = {
     "gpt2": hf.GPT2LMHeadModel,
+    "gemma2": hf.Gemma2ForCausalLM,
     "gemma3": hf.Gemma3ForCausalLM,
     "llama": hf.LlamaForCausalLM,
+    "mistral": hf.MistralForCausalLM,
+    "phi3": hf.Phi3ForCausalLM,
+    "qwen2": hf.Qwen2ForCausalLM,
     "qwen3": hf.Qwen3ForCausalLM,
     "vit": hf.ViTForImageClassification,
 }
@@ -246,6 +264,8 @@ def key_cases(source: Path, label: str) -> tuple[dict[str, str], dict[str, Any]]
         folder = Path(shutil.copytree(source / base, Path(place) / "folder"))
         usual = logits_of(folder)
         for key in config_keys(*FAMILIES["gemma3" if inside else base]):
+            if is_eager(folder) and "attn_implementation" in key:
+                continue
             letters = ""
             for number, value in enumerate(values_of(key)):
                 changed = copy.deepcopy(values)
@@ -283,6 +303,7 @@ def logits_of(folder: Path) -> Any:
     saved = np.load(folder / "expected.npz")
     inputs = {key: torch.tensor(saved[key][:1]) for key in saved if key != "logits"}
     image = "pixel_values" in inputs
+    eager = is_eager(folder)
     auto = hf.AutoModelForImageClassification if image else hf.AutoModelForCausalLM
     try:
         with torch.device("meta"):
@@ -290,7 +311,11 @@ def logits_of(folder: Path) -> Any:
         if size > LARGEST:
             return None
         model, told = auto.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
+            **({"attn_implementation": "eager"} if eager else {}),
         )
         if told["missing_keys"] or told["mismatched_keys"]:
             return None
@@ -299,6 +324,11 @@ def logits_of(folder: Path) -> Any:
     except Exception:
         return None
     return logits if np.isfinite(logits).all() else None
+
+
+def is_eager(folder: Path) -> bool:
+    """Whether attention has to be eager: the usual one leaves out the bounds of Gemma 2."""
+    return "gemma2" in (folder / "config.json").read_text().lower()
 
 
 def head(tensors: dict[str, Any]) -> None:
@@ -361,4 +391,4 @@ def apply_case(folder: Path, case: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,8 +1,8 @@
 """Write the folders of tests/fixtures/hf: tiny models of transformers with their own logits.
 
 Needs packages that the project does not: ``pip install torch transformers`` in another environment,
-then ``python tools/make_hf_fixtures.py tests/fixtures/hf``. The weights are random, so no file of
-anybody's model is in the repository.
+then ``python tools/make_hf_fixtures.py tests/fixtures/hf``, with names for some folders only. The
+weights are random, so no file of anybody's model is in the repository.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ DECODER = {
 TEXT = "the cat sat on the mat and the dog sat on the log while the rat ate the hat " * 8
 
 
-def main(target: Path) -> None:
-    """Write every folder."""
-    gpt2(target / "gpt2")
-    gemma3(target / "gemma3")
-    gemma3_multimodal(target / "gemma3_multimodal")
-    llama(target / "llama")
-    qwen3(target / "qwen3")
-    vit(target / "vit")
+def main(target: Path, *names: str) -> None:
+    """Write every folder, or those with these names."""
+    families = (gpt2, gemma2, gemma3, gemma3_multimodal, llama, mistral, phi3, qwen2, qwen3, vit)
+    for make in families:
+        if not names or make.__name__ in names:
+            make(target / make.__name__)
 
 
 def gpt2(folder: Path) -> None:
@@ -60,6 +58,18 @@ def gpt2(folder: Path) -> None:
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def gemma2(folder: Path) -> None:
+    """With bounds that scores and logits reach; only eager attention computes the first."""
+    config = hf.Gemma2Config(
+        **DECODER,
+        sliding_window=4,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=2.0,
+    )
+    save(hf.Gemma2ForCausalLM(config), folder)
 
 
 def gemma3(folder: Path) -> None:
@@ -124,6 +134,25 @@ def llama(folder: Path) -> None:
     save(hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, rope_parameters=rope)), folder, shard="12KB")
 
 
+def mistral(folder: Path) -> None:
+    """Every block sees a window of 4 tokens; in bfloat16."""
+    config = hf.MistralConfig(**DECODER, sliding_window=4)
+    save(hf.MistralForCausalLM(config), folder, torch.bfloat16)
+
+
+def phi3(folder: Path) -> None:
+    """Queries, keys and values in one tensor, gate and up in another; a window."""
+    values = {key: value for key, value in DECODER.items() if key != "head_dim"}
+    config = hf.Phi3Config(**values, sliding_window=5, pad_token_id=0, eos_token_id=1)
+    save(hf.Phi3ForCausalLM(config), folder)
+
+
+def qwen2(folder: Path) -> None:
+    """Biases of queries, keys and values; tied embeddings."""
+    config = hf.Qwen2Config(**DECODER, tie_word_embeddings=True)
+    save(hf.Qwen2ForCausalLM(config), folder)
+
+
 def qwen3(folder: Path) -> None:
     """Tied embeddings, in float16."""
     config = hf.Qwen3Config(**DECODER, tie_word_embeddings=True)
@@ -152,12 +181,18 @@ def save(model: Any, folder: Path, dtype: Any = torch.float32, shard: str = "1GB
             noise = torch.randn_like(parameter)
             is_norm = "norm" in name or "ln_" in name
             scale_at_one = (
-                is_norm and name.endswith("weight") and "Gemma3" not in type(model).__name__
+                is_norm and name.endswith("weight") and "Gemma" not in type(model).__name__
             )
             parameter.copy_(noise * 0.1 + 1 if scale_at_one else noise * (0.1 if is_norm else 0.25))
     model.eval().to(dtype).save_pretrained(folder, max_shard_size=shard)
     # Read again, because a conversion would also have rounded tables that are not in the files.
-    model = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+    # Of the ways to compute attention, the usual one leaves out the bounds of Gemma 2.
+    attention = "eager" if folder.name == "gemma2" else None
+    model = (
+        type(model)
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        .eval()
+    )
     inputs = make_inputs(model)
     with torch.no_grad():
         logits = model(**inputs).logits
@@ -174,4 +209,4 @@ def make_inputs(model: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meshwright.config.schema import (
         CheckpointConfig,
         Config,
+        LoRA,
         PipelineConfig,
         ShardingConfig,
         TrackingConfig,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright.data.arrays import ArraySource
     from meshwright.data.chat_source import ChatData
     from meshwright.data.mixture import mix
+    from meshwright.data.preference import PreferenceData
     from meshwright.data.samples import Samples
     from meshwright.data.text_source import TextData
     from meshwright.errors import UserError
@@ -28,12 +30,15 @@ if TYPE_CHECKING:
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.plan import Plan
+    from meshwright.program.trace.without_adapters import reference
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
+    from meshwright.tasks.dpo import DPO
     from meshwright.tasks.grpo import GRPO
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
     from meshwright.trainer.incidents.replay import replay
     from meshwright.trainer.trained.export_hf import export_hf
+    from meshwright.trainer.trained.export_peft import export_peft
     from meshwright.trainer.trained.load_model import load_model
     from meshwright.weighted import Weighted
     from meshwright.weights.hf_model import hf_model
@@ -44,10 +49,13 @@ _NAMES = {
     "ChatData": "meshwright.data.chat_source",
     "CheckpointConfig": "meshwright.config.schema",
     "Config": "meshwright.config.schema",
+    "DPO": "meshwright.tasks.dpo",
     "EarlyStopping": "meshwright.trainer",
     "GRPO": "meshwright.tasks.grpo",
+    "LoRA": "meshwright.config.schema",
     "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
+    "PreferenceData": "meshwright.data.preference",
     "Samples": "meshwright.data.samples",
     "ShardingConfig": "meshwright.config.schema",
     "StopReason": "meshwright.trainer",
@@ -59,6 +67,7 @@ _NAMES = {
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
     "export_hf": "meshwright.trainer.trained.export_hf",
+    "export_peft": "meshwright.trainer.trained.export_peft",
     "export_safetensors": "meshwright.checkpoint",
     "generate": "meshwright.generation.generate",
     "hf_model": "meshwright.weights.hf_model",
@@ -67,6 +76,7 @@ _NAMES = {
     "mix": "meshwright.data.mixture",
     "load_model": "meshwright.trainer.trained.load_model",
     "read_params": "meshwright.checkpoint",
+    "reference": "meshwright.program.trace.without_adapters",
     "replay": "meshwright.trainer.incidents.replay",
     "shard_fsdp": "meshwright.sharding.shard",
     "simulate_devices": "meshwright.mesh.simulate",
@@ -75,6 +85,7 @@ _NAMES = {
 }
 
 __all__ = [
+    "DPO",
     "GRPO",
     "ArraySource",
     "Callback",
@@ -82,8 +93,10 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "EarlyStopping",
+    "LoRA",
     "PipelineConfig",
     "Plan",
+    "PreferenceData",
     "Samples",
     "ShardingConfig",
     "StopReason",
@@ -95,6 +108,7 @@ __all__ = [
     "abstract_mesh",
     "build_mesh",
     "export_hf",
+    "export_peft",
     "export_safetensors",
     "generate",
     "hf_model",
@@ -104,6 +118,7 @@ __all__ = [
     "mix",
     "pipeline",
     "read_params",
+    "reference",
     "replay",
     "shard_fsdp",
     "simulate_devices",

@@ -133,6 +133,7 @@ _ARGUMENTS = {
 _CONFIG_OBJECTS = {
     "sharding": "mw.ShardingConfig",
     "checkpoint": "mw.CheckpointConfig",
+    "lora": "mw.LoRA",
     "tracking": "mw.TrackingConfig",
 }
 """Sections of the config that are a single argument in Python."""

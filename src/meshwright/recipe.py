@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from flax import nnx
 
 from meshwright import models, tasks
 from meshwright.config.argument_checks import check_optimizer
@@ -37,6 +39,7 @@ from meshwright.models.model_sizes import check_sizes
 from meshwright.plan import Plan
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
+from meshwright.program.trace.trained_leaves import Trained, trained_by
 from meshwright.rewards.reward_set import read_rewards
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing, explaining_axis_names, whole_traceback
@@ -71,6 +74,7 @@ class Recipe:
         learning_rate: the learning rate by step.
         duration: how long to train.
         guarded: whether steps that are not finite change nothing.
+        trained: what is trained: variables, or adapters.
     """
 
     model: ModelSource
@@ -84,6 +88,7 @@ class Recipe:
     learning_rate: optax.Schedule
     duration: Duration
     guarded: bool = True
+    trained: Trained = nnx.Param
 
     @property
     def whole_optimizer(self) -> optax.GradientTransformation:
@@ -117,6 +122,7 @@ class Recipe:
             plan,
             batch,
             clip_norm=self.clip_norm,
+            trainable=self.trained,
             guarded=self.guarded,
             devices=devices,
         )
@@ -153,6 +159,7 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
         learning_rate=rate,
         duration=duration,
         guarded=config.training.on_nonfinite != "apply",
+        trained=trained_by(config.training.trainable or nnx.Param, config.lora),
     )
 
 
@@ -282,6 +289,7 @@ def _eval_loss(config: Config, task: HasLoss) -> Loss | None:
 def _explained(loss: Loss, config: Config, setting: str | None = None) -> Loss:
     """Return the loss with exceptions turned into errors about the config."""
 
+    @wraps(loss)
     def explained(model: Model, batch: Batch) -> LossOutput:
         try:
             with explaining_axis_names():

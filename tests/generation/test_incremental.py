@@ -13,6 +13,7 @@ from generation.decoder_models import (
     Decoder,
     Translator,
 )
+from hf_folders import HF
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshwright as mw
@@ -173,6 +174,13 @@ def test_cached_logits_are_the_same_on_any_mesh(name, mesh):
 
 FAMILIES = ("gpt2_nano", "llama3_tiny", "gemma3_tiny", "qwen3_tiny", "moe_tiny", "lstm_tiny",
             "stacked_gpt_tiny")  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "phi3", "qwen2"])
+def test_every_family_of_published_weights_has_a_cache(name):
+    with jax.enable_x64(False):
+        assert largest_difference(mw.load_model(HF / name), 95, 62) < 3e-6
 
 
 @pytest.mark.full

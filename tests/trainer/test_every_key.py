@@ -29,6 +29,7 @@ BASE = {
     "optimizer": {"kind": "adam"},
     "training": {"global_batch_size": 16},
 }
+ADAPTED = ("lora.alpha", "lora.targets", "lora.dropout", "lora.base_dtype", "lora.init_from")
 PIPE = {"mesh.pipe": 2, "mesh.data": 4, "training.global_batch_size": 32}
 TEXT = {
     "model": {"kind": "gpt", "num_blocks": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 256,
@@ -80,6 +81,7 @@ OTHER = {
     "training.max_skipped": 4,
     "training.max_rewinds": 5,
     "training.profile_communication": True,
+    "training.trainable": ["layers.**"],
     "mesh.pipe": 2,
     "mesh.data": 4,
     "mesh.fsdp": 2,
@@ -94,6 +96,12 @@ OTHER = {
     "pipeline.schedule": "gpipe",
     "pipeline.num_microbatches": 4,
     "pipeline.num_chunks": 3,
+    "lora.rank": 4,
+    "lora.alpha": 8.0,
+    "lora.targets": ["layers.**"],
+    "lora.dropout": 0.25,
+    "lora.base_dtype": "bfloat16",
+    "lora.init_from": "adapters",
     "precision.compute": "fp16",
     "precision.matmul": "highest",
     "checkpoint.enabled": False,
@@ -135,6 +143,7 @@ BESIDE = {
     "training.early_stopping_min_delta": {"training.early_stopping_patience": 2},
     "mesh.pipe": {"training.global_batch_size": 32},
     "mesh.data": {"mesh.data": 2, "mesh.fsdp": -1},
+    **{key: {"lora.rank": 2} for key in ADAPTED},
     "pipeline.schedule": PIPE,
     "pipeline.num_microbatches": PIPE,
     "pipeline.num_chunks": {**PIPE, "pipeline.schedule": "interleaved"},

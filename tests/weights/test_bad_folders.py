@@ -32,7 +32,7 @@ def rewrite(folder, change):
         (["model=hf", "model.weights=file"], ["model.weights=file is not a folder"]),
         (["model=hf", "model.weights=empty"], ["it has no config.json"]),
         (["model=hf", "model.weights=quantized"], ["are quantized", "quant_method=gptq"]),
-        (["model=hf", "model.weights=mistral"], ["MistralForCausalLM", "Gemma3ForCausalLM"]),
+        (["model=hf", "model.weights=mamba"], ["MambaForCausalLM", "Gemma3ForCausalLM"]),
         (["model=hf", "model.weights=broken"], ["cannot read", "config.json"]),
         (
             ["model=gpt2", "model.weights=gpt2"],
@@ -49,7 +49,7 @@ def rewrite(folder, change):
             ["model.kind=own:Net", "model.weights=gpt2"],
             ["model.kind=own:Net has no published form"],
         ),
-        (["model=moe_tiny", "model.weights=gpt2"], ["model.kind=moe", "gpt, gemma3, llama3"]),
+        (["model=moe_tiny", "model.weights=gpt2"], ["model.kind=moe", "gpt, gemma2, gemma3"]),
         (["model=hf", "model.weights=gpt2", "model.init_from=run"], ["are both set"]),
         (["model=./gpt2"], ["is a folder of weights", "write model=hf model.weights=./gpt2"]),
         (["model=run"], ["`model=run` is a run folder", "model.init_from=run"]),
@@ -87,7 +87,7 @@ def test_a_config_that_contradicts_its_folder_is_refused(
     copy_folder("llama", tmp_path / "llama")
     llama = {"architectures": ["LlamaForCausalLM"]}
     configs = {
-        "mistral": {"architectures": ["MistralForCausalLM"]},
+        "mamba": {"architectures": ["MambaForCausalLM"]},
         "quantized": {**llama, "quantization_config": {"quant_method": "gptq", "bits": 4}},
         "broken": [],
     }

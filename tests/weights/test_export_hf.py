@@ -35,7 +35,12 @@ def source(folder):
     return Source(model.kind, model.arguments, weights.shapes, read, keep_files(model.folder))
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+LIKE_OTHERS = ("gemma2", "mistral", "qwen2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in LIKE_OTHERS)) for n in FOLDERS]
+)
 def test_loaded_weights_are_exported_bit_by_bit(name, tmp_path):
     exported = write_folder(source(HF / name), tmp_path / "out")
     before, after = saved_tensors(HF / name), saved_tensors(tmp_path / "out")

@@ -54,6 +54,8 @@ def assemble(name, mesh, **settings):
         pytest.param("llama", "fsdp=4,tensor=2", marks=pytest.mark.full),
         # Three blocks on two stages: the shorter stage is padded.
         pytest.param("llama", "pipe=2,data=4", marks=pytest.mark.full),
+        pytest.param("phi3", "fsdp=4,tensor=2", marks=pytest.mark.full),
+        pytest.param("qwen2", "fsdp=4,tensor=2", marks=pytest.mark.full),
         pytest.param("qwen3", "fsdp=4,tensor=2", marks=pytest.mark.full),
         pytest.param("vit", "fsdp=4,tensor=2", marks=pytest.mark.full),
     ],

@@ -92,6 +92,89 @@ QWEN3_06B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GEMMA2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+PHI3_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "embd_pdrop": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
 VIT_B = {
     "architectures": ["ViTForImageClassification"],
     "hidden_act": "gelu",
@@ -119,6 +202,10 @@ PUBLISHED = {
     "gemma3_4b": GEMMA3_4B,
     "llama3_1b": LLAMA_1B,
     "qwen3_0.6b": QWEN3_06B,
+    "mistral_7b": MISTRAL_7B,
+    "qwen2.5_0.5b": QWEN25_05B,
+    "gemma2_2b": GEMMA2_2B,
+    "phi3_mini": PHI3_MINI,
     "vit_b": VIT_B,
     "gpt2_medium": GPT2_MEDIUM,
 }
@@ -148,6 +235,25 @@ def test_an_exported_config_describes_the_same_model(name):
     assert (again.family, again.arguments) == (found.family, found.arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        ("llama3_1b", "sliding_window", 128),
+        ("qwen2.5_0.5b", "sliding_window", 128),
+        ("phi3_mini", "rope_factor", 8.0),
+        ("gemma2_2b", "rope_local_base", 1e6),
+        ("gemma3_1b", "attention_softcap", 50.0),
+        ("gemma3_1b", "logit_softcap", 30.0),
+    ],
+)
+def test_what_a_published_form_cannot_say_is_refused(name, argument, value):
+    found = read_architecture(PUBLISHED[name], "the folder")
+    changed = {**found.arguments, argument: value}
+    with pytest.raises(UserError, match=f"not a {found.family.architecture}") as error:
+        published_config(found.family.kind, changed, {})
+    assert f"{argument}={value}" in error.value.why
+
+
 def test_shorter_rows_do_not_shorten_the_exported_model():
     found = read_architecture(GEMMA3_1B, "the folder")
     shorter = {**found.arguments, "context_length": 512}
@@ -162,6 +268,11 @@ def test_shorter_rows_do_not_shorten_the_exported_model():
         ("llama3_1b", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type yarn"),
         ("qwen3_0.6b", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("gemma3_1b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma2_2b", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "type linear"),
+        ("mistral_7b", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type yarn"),
+        ("phi3_mini", {"rope_scaling": {"type": "longrope"}}, "type longrope"),
+        ("phi3_mini", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
+        ("qwen2.5_0.5b", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("gemma3_1b", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("gpt2_medium", {"n_inner": 100}, "n_inner=100"),
         ("vit_b", {"image_size": [224, 112]}, r"image_size=\[224, 112\]"),
@@ -174,7 +285,7 @@ def test_what_the_model_does_not_compute_is_refused(name, change, message):
 
 
 @pytest.mark.parametrize(
-    "config", [{"architectures": ["MistralForCausalLM"]}, {"model_type": "mamba"}, {}]
+    "config", [{"architectures": ["MambaForCausalLM"]}, {"model_type": "mamba"}, {}]
 )
 def test_an_unknown_architecture_lists_the_known_ones(config):
     with pytest.raises(UserError, match="is not known") as error:

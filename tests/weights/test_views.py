@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.weights.safetensors_format import Tensor, read_header, write_file
-from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR, View
+from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR, StackedView, View
 
 CASES = {
     "vector": (VECTOR, (6,), {}, lambda t: t),
@@ -24,6 +24,12 @@ CASES = {
         (4, 24),
         {},
         lambda t: t.reshape(4, 3, 4, 2),
+    ),
+    "keys below queries": (
+        StackedView("", 1, ("query", "key", "value")),
+        (16, 6),
+        {"query": 8, "key": 4, "value": 4},
+        lambda t: t[8:12].T,
     ),
     "heads": (View("(h c) d -> d h c"), (8, 6), {}, lambda t: t.T.reshape(6, 4, 2)),
     "heads of the output": (View("d (h c) -> h c d"), (6, 8), {}, lambda t: t.T.reshape(4, 2, 6)),

@@ -45,5 +45,10 @@ def config_estimator(config: Config, global_batch_size: int) -> Estimator:
     recipe = make_recipe(config, global_batch_size)
     batch = recipe.example_batch(1)
     return Estimator(
-        recipe.model, recipe.loss, recipe.whole_optimizer, batch, precision=precision(config)
+        recipe.model,
+        recipe.loss,
+        recipe.whole_optimizer,
+        batch,
+        trainable=recipe.trained,
+        precision=precision(config),
     )

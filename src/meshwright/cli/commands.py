@@ -198,18 +198,18 @@ COMMANDS = {
         ),
         Command(
             "export",
-            "write a run's parameters to a safetensors file or a Hugging Face folder",
+            "write a run's parameters to a safetensors file, or a folder for transformers or PEFT",
             "outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
             flags=(
                 Flag("--step", "which checkpoint (default: the newest)", "N", formerly="--update"),
                 Flag("--which", "best, with the lowest evaluation loss, or last", "NAME"),
                 Flag("--ema", "the moving average of the weights (training.ema_decay)"),
-                Flag("--to", "hf writes a Hugging Face folder", "FORMAT"),
+                Flag("--to", "hf writes a Hugging Face folder, peft one of adapters", "FORMAT"),
                 Flag(
                     "--dtype", "number format of the folder's weights: float32, bfloat16, …", "NAME"
                 ),
             ),
-            usage="RUN FILE [flags], or RUN --to hf FOLDER [flags]",
+            usage="RUN FILE [flags], or RUN --to hf|peft FOLDER [flags]",
             composes=False,
         ),
         Command(

@@ -36,8 +36,12 @@ def run(arguments: Arguments, output: Output) -> int:
 
 def _to_hf(arguments: Arguments, output: Output) -> int:
     to = arguments.flags["--to"]
+    if to == "peft":
+        return _to_peft(arguments, output)
     if to != "hf":
-        raise UserError(f"--to {to} is not known", fix="write --to hf FOLDER")
+        raise UserError(
+            f"--to {to} is not known", fix="write --to hf FOLDER, or --to peft FOLDER for adapters"
+        )
     words = arguments.words("a run", "a folder", example=f"{_RUN} --to hf FOLDER")
     from meshwright.trainer.trained.export_hf import export_hf
 
@@ -52,6 +56,19 @@ def _to_hf(arguments: Arguments, output: Output) -> int:
             f"{words[1]}: {exported.architecture}, {len(exported.tensors)} tensors, "
             f"{exported.parameters:,} parameters in {exported.dtype}"
         )
+    return ExitCode.DONE
+
+
+def _to_peft(arguments: Arguments, output: Output) -> int:
+    words = arguments.words("a run", "a folder", example=f"{_RUN} --to peft FOLDER")
+    from meshwright.trainer.trained.export_peft import export_peft
+
+    with activity(f"writing {words[1]}"):
+        names = export_peft(*words, **_chosen(arguments))
+    if output.as_json:
+        output.result({"folder": words[1], "tensors": names})
+    else:
+        output.text(f"{words[1]}: adapters of {len(names) // 2} layers")
     return ExitCode.DONE
 
 

@@ -169,6 +169,8 @@ class TrainingConfig(Frozen):
         max_skipped: consecutive steps that may be skipped before the run stops.
         max_rewinds: how often a run may rewind before it stops.
         profile_communication: whether to profile a few steps and report where their time goes.
+        trainable: path patterns of the parameters to train, such as ``head.**``; the others stay as
+            they are. With lora.rank, these are trained besides the adapters.
     """
 
     steps: int = Field(default=600, ge=0, lt=2**31)
@@ -193,6 +195,7 @@ class TrainingConfig(Frozen):
     max_skipped: Count = 10
     max_rewinds: Count = 3
     profile_communication: bool = False
+    trainable: tuple[str, ...] | None = Field(default=None, min_length=1)
 
     @field_validator("max_duration")
     @classmethod
@@ -309,6 +312,37 @@ class PipelineConfig(Frozen):
     num_chunks: Count = 2
 
 
+class LoRA(Frozen):
+    """Low-rank adapters, which are trained instead of the weights that they are added to.
+
+    Attributes:
+        rank: the rank of every adapter; null trains without adapters.
+        alpha: adapters are multiplied by alpha / rank; null is the rank itself.
+        targets: path patterns of the weights to adapt, such as ``blocks.*.attn.**``; null adapts
+            every linear layer and convolution, without embeddings and a head of their shape.
+        dropout: the share of an adapter's inputs that are dropped while training.
+        base_dtype: the format in which frozen weights are kept; null keeps them as they are.
+        init_from: a PEFT folder whose adapters training starts from.
+    """
+
+    rank: Count | None = None
+    alpha: float | None = Field(default=None, gt=0)
+    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    init_from: str | None = None
+
+    @model_validator(mode="after")
+    def _of_adapters(self) -> LoRA:
+        others = sorted(self.model_fields_set - {"rank"})
+        if self.rank is None and any(getattr(self, key) for key in others):
+            raise UserError(
+                f"{Setting(f'lora.{others[0]}')} has no effect without adapters",
+                fix=f"write {Setting('lora.rank', 16)} too",
+            )
+        return self
+
+
 class PrecisionConfig(Frozen):
     """Number formats; master weights, loss and reductions are always float32.
 
@@ -421,6 +455,7 @@ class Config(Frozen):
     mesh: MeshConfig = MeshConfig()
     sharding: ShardingConfig = ShardingConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    lora: LoRA = LoRA()
     precision: PrecisionConfig = PrecisionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -235,7 +235,7 @@ class _Tables(ParquetRows):
         return present
 
 
-def record_files(path: str | list[str]) -> tuple[RecordFiles, list[Path]]:
+def chat_files(path: str | list[str]) -> tuple[RecordFiles, list[Path]]:
     """Return how to read the files, and the files."""
     files = list_files(path, (*JsonLines.endings, *ParquetRows.endings))
     tables = {file.name.lower().endswith(ParquetRows.endings) for file in files}
@@ -247,7 +247,7 @@ def record_files(path: str | list[str]) -> tuple[RecordFiles, list[Path]]:
     return (_Tables if tables == {True} else JsonLines)(path=path), files
 
 
-def _written(records: Iterable[Mapping[str, Any]] | None) -> str:
+def written_records(records: Iterable[Mapping[str, Any]] | None) -> str:
     """Write records to a file of the cache, where all processes find them; return its path."""
     if records is None:
         raise UserError(f"`{Setting('data.path')}` is missing", fix="name a file of conversations")
@@ -267,7 +267,7 @@ def _corpus(
     on_corrupt: OnCorrupt,
 ) -> Corpus:
     """Return the conversations as a corpus, whose documents have all their tokens already."""
-    reader, files = record_files(_written(records) if path is None else path)
+    reader, files = chat_files(written_records(records) if path is None else path)
     name = "the records" if path is None else str(Setting("data.path", path))
 
     def finish(texts: list[ChatText]) -> Sequence[Document]:

@@ -17,6 +17,7 @@ from meshwright.config.builders import (
 )
 from meshwright.config.schema import DataConfig
 from meshwright.data.indexed_data import SourceData, SyntheticData
+from meshwright.data.initial_fields import with_initial_fields
 from meshwright.data.mixture import MixtureData, Weights, common_form, held_out_parts, mix
 from meshwright.data.order import split_source
 from meshwright.data.protocols import Data, HostBatch, Source
@@ -39,6 +40,7 @@ _SOURCES = {
     "digits": "digits:DigitSource",
     "prompts": "prompts:prompt_source",
     "sums": "prompts:SumSource",
+    "preference": "preference:preference_source",
 }
 
 DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic", "mixture")
@@ -91,7 +93,7 @@ class ConfigData:
             return MixtureData(self._mixed(0), self._members[1], self.seed, self.section.shuffle)
         if not is_source(self._made):
             return self._made
-        return SourceData(self._parts[0], self.seed, self.section.shuffle)
+        return self._read(self._parts[0], shuffle=self.section.shuffle)
 
     @cached_property
     def held_out(self) -> Data | None:
@@ -102,10 +104,13 @@ class ConfigData:
             return held_out_parts(self._mixed(1), common_form(self._mixed(0)), self.seed)
         if self.section.eval_path is not None:
             made = self._make(path=self.section.eval_path)
-            return SourceData(made, self.seed, shuffle=False) if is_source(made) else made
+            return self._read(made) if is_source(made) else made
         if not is_source(self._made) or self._parts[1] is None:
             return None
-        return SourceData(self._parts[1], self.seed, shuffle=False)
+        return self._read(self._parts[1])
+
+    def _read(self, source: Source, *, shuffle: bool = False) -> Data:
+        return with_initial_fields(SourceData(source, self.seed, shuffle), self.task)
 
     @cached_property
     def _members(self) -> tuple[dict[str, ConfigData], Weights]:

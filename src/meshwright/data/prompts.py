@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_source import record_files
+from meshwright.data.chat_source import chat_files
 from meshwright.data.contents import list_contents
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
 from meshwright.data.fingerprints import fingerprint_of
@@ -80,7 +80,7 @@ def prompt_source(
     """
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
-    reader, files = record_files(path)
+    reader, files = chat_files(path)
     corrupt = CorruptRecords(on_corrupt)
     records: list[dict[str, Any]] = []
     for where, record in parsed_records(reader, files, corrupt):

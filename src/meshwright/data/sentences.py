@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,13 +41,37 @@ _SENTENCE = re.compile(
 
 def sentence_file() -> Path:
     """Return a file of sentences, a line each, which is written on first use."""
-    path = user_cache("text") / f"sentences-{_VERSION}.txt"
+    return _written(f"sentences-{_VERSION}.txt", lambda: "\n".join(sentences(NUM_SENTENCES)))
+
+
+def pair_file() -> Path:
+    """Return a file of preferences, which is written on first use: verbs that agree are chosen."""
+    return _written(f"pairs-{_VERSION}.jsonl", lambda: "\n".join(map(json.dumps, _pairs())))
+
+
+def _pairs() -> list[dict[str, str]]:
+    """Return different sentences as a subject, and what follows it right or wrong."""
+    verb = re.compile(f"(.*?) ({'|'.join((*_DEEDS, *_ACTIONS))})(s?)\\b(.*)")
+    found = (verb.fullmatch(each) for each in dict.fromkeys(sentences(NUM_SENTENCES)))
+    return [
+        {
+            "prompt": each[1],
+            "chosen": f" {each[2]}{each[3]}{each[4]}",
+            "rejected": f" {each[2]}{'' if each[3] else 's'}{each[4]}",
+        }
+        for each in found
+        if each is not None
+    ]
+
+
+def _written(name: str, text: Callable[[], str]) -> Path:
+    path = user_cache("text") / name
     if path.exists():
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write it at once, each the same.
-        write_atomically(path, "\n".join(sentences(NUM_SENTENCES)))
+        write_atomically(path, text())
     except OSError as error:
         raise UserError(
             f"cannot write the built-in text to {path}",

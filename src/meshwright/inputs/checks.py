@@ -16,6 +16,7 @@ from meshwright.config.builders import parameters_of
 from meshwright.config.schema import Config, KernelChoice, Precision
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import parse_mesh
+from meshwright.program.trace.trained_leaves import Adapted
 
 
 def mesh_sizes(mesh: object) -> Mapping[str, int]:
@@ -53,7 +54,9 @@ def check_loss(loss: object, name: str = "loss") -> None:
 
 
 def check_trainable(trainable: Any) -> None:
-    """Refuse anything that is not an NNX filter."""
+    """Refuse anything that is not an NNX filter, path patterns or adapters."""
+    if isinstance(trainable, Adapted):
+        trainable = trainable.also
     try:
         nnx.filterlib.to_predicate(trainable)
     except (TypeError, ValueError):

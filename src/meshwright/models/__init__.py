@@ -11,8 +11,12 @@ if TYPE_CHECKING:
 
 _BUILDERS = {
     "gpt": ("gpt", "GPT"),
+    "gemma2": ("gemma3", "Gemma2"),
     "gemma3": ("gemma3", "Gemma3"),
     "llama3": ("llama3", "Llama3"),
+    "mistral": ("llama3", "Mistral"),
+    "phi3": ("llama3", "Phi3"),
+    "qwen2": ("llama3", "Qwen2"),
     "qwen3": ("qwen3", "Qwen3"),
     "stacked_gpt": ("stacked", "StackedGPT"),
     "moe": ("moe", "MoEGPT"),

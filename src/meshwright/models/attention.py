@@ -45,6 +45,7 @@ def attend(
     mask: Array,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
     dropout: Callable[[Array], Array] | None = None,
 ) -> Array:
     """softmax(Q·Kᵀ/√scale)·V for each head; every group of query heads shares one key/value head.
@@ -55,6 +56,7 @@ def attend(
         value: [B, S, K, C].
         mask: bool [1 or B, T, S], true where a query may attend.
         scale: scores are divided by its square root; None means C.
+        softcap: scores are bounded to ± this by softcap · tanh(score / softcap); None for no bound.
         dropout: drops some of the weights; None for none.
 
     Returns:
@@ -66,6 +68,7 @@ def attend(
     scores = jnp.einsum("btkgc,bskc->bkgts", query, key) / math.sqrt(scale or head_dim)
     # Half precision would lose the small weights of a long row; float64 stays float64.
     scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     weights = weights if dropout is None else dropout(weights)

@@ -23,10 +23,12 @@ embedding = partial(nnx.Embed, embedding_init=nnx.initializers.normal(INIT_STD))
 """A table of vectors by token, with its initial values."""
 
 
-def linear(size: int, out_size: int, *, std: float = INIT_STD, rngs: nnx.Rngs) -> nnx.Linear:
-    """Return a layer without bias."""
+def linear(
+    size: int, out_size: int, *, std: float = INIT_STD, bias: bool = False, rngs: nnx.Rngs
+) -> nnx.Linear:
+    """Return a layer, without bias unless it is to have one."""
     init = nnx.initializers.normal(std)
-    return nnx.Linear(size, out_size, use_bias=False, kernel_init=init, rngs=rngs)
+    return nnx.Linear(size, out_size, use_bias=bias, kernel_init=init, rngs=rngs)
 
 
 class RMSNorm(nnx.Module):
@@ -87,6 +89,8 @@ class GroupedAttention(nnx.Module):
         norm: makes the norms of queries and keys from their size; None for no norms.
         window: the number of positions a query sees, its own included; None for all.
         scale: scores are divided by its square root; None means C.
+        softcap: bounds the scores; None for no bound.
+        bias: whether the layers of queries, keys and values have biases.
         dropout: rate on the attention weights.
         out_std: initial standard deviation of the output layer.
         rngs: streams ``params`` and, with a rate, ``dropout``.
@@ -103,6 +107,8 @@ class GroupedAttention(nnx.Module):
         norm: Callable[[int], RMSNorm] | None = None,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        bias: bool = False,
         dropout: float = 0.0,
         out_std: float,
         rngs: nnx.Rngs,
@@ -112,9 +118,10 @@ class GroupedAttention(nnx.Module):
         self.rotary = rotary
         self.window = window
         self.scale = scale
-        self.query = linear(hidden_size, num_heads * head_dim, rngs=rngs)
-        self.key = linear(hidden_size, num_kv_heads * head_dim, rngs=rngs)
-        self.value = linear(hidden_size, num_kv_heads * head_dim, rngs=rngs)
+        self.softcap = softcap
+        self.query = linear(hidden_size, num_heads * head_dim, bias=bias, rngs=rngs)
+        self.key = linear(hidden_size, num_kv_heads * head_dim, bias=bias, rngs=rngs)
+        self.value = linear(hidden_size, num_kv_heads * head_dim, bias=bias, rngs=rngs)
         self.out = linear(num_heads * head_dim, hidden_size, std=out_std, rngs=rngs)
         self.query_norm = norm(head_dim) if norm else None
         self.key_norm = norm(head_dim) if norm else None
@@ -132,7 +139,8 @@ class GroupedAttention(nnx.Module):
         query, key = self.rotary(query, positions), self.rotary(key, positions)
         # The mask is made here, from sizes alone, so that a window is part of the block's program.
         mask = causal_mask(x.shape[1], segment_ids, window=self.window)
-        mixed = attend(query, key, value, mask, scale=self.scale, dropout=self.dropout)
+        heads = query, key, value, mask
+        mixed = attend(*heads, scale=self.scale, softcap=self.softcap, dropout=self.dropout)
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
 
@@ -203,6 +211,7 @@ class Decoder(nnx.Module):
         hidden_size: D, width of the residual stream.
         tied_embeddings: whether the token embedding is also the output layer.
         pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
+        softcap: bounds the logits to ± this; None for no bound.
         rngs: stream ``params``.
     """
 
@@ -219,6 +228,7 @@ class Decoder(nnx.Module):
         hidden_size: int,
         tied_embeddings: bool,
         pad_token_id: int | None,
+        softcap: float | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         out_std = residual_std(len(attention))
@@ -226,6 +236,7 @@ class Decoder(nnx.Module):
         block = partial(block, mlp=mlp, norm=norm, hidden_size=hidden_size, rngs=rngs)
         self.context_length = context_length
         self.pad_token_id = pad_token_id
+        self.softcap = softcap
         self.tokens = embedding(vocab_size, hidden_size, rngs=rngs)
         self.blocks = nnx.List([block(attention=partial(a, out_std=out_std)) for a in attention])
         self.norm = norm(hidden_size)
@@ -244,7 +255,8 @@ class Decoder(nnx.Module):
         for block in self.blocks:
             x = block(x, positions, segment_ids)
         x = self.norm(x)
-        return self.tokens.attend(x) if self.head is None else self.head(x)
+        logits = self.tokens.attend(x) if self.head is None else self.head(x)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def embed(self, tokens: Array) -> Array:
         """Return the vectors [B, T, D] of tokens [B, T]."""

@@ -1,4 +1,4 @@
-"""Gemma3: the text decoder of Gemma 3, in which most blocks see a sliding window."""
+"""Gemma3: the text decoder of Gemma 3, in which most blocks see a sliding window; and Gemma 2."""
 
 from __future__ import annotations
 
@@ -55,11 +55,16 @@ class Gemma3(Decoder):
         rope_local_base: base of the rotary frequencies of local blocks.
         rope_factor: by how much the frequencies of global blocks are divided.
         query_scale: attention scores are divided by its square root; None means C.
+        attention_softcap: bounds the attention scores; None for no bound.
+        logit_softcap: bounds the logits; None for no bound.
         attention_dropout: rate on the attention weights.
         tied_embeddings: whether the token embedding is also the output layer.
         pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
         rngs: streams ``params`` and, with a rate, ``dropout``.
     """
+
+    head_norms = True
+    """Whether queries and keys have norms."""
 
     def __init__(
         self,
@@ -79,6 +84,8 @@ class Gemma3(Decoder):
         rope_local_base: float = 10_000.0,
         rope_factor: float = 1.0,
         query_scale: float | None = None,
+        attention_softcap: float | None = None,
+        logit_softcap: float | None = None,
         attention_dropout: float = 0.0,
         tied_embeddings: bool = True,
         pad_token_id: int | None = None,
@@ -92,8 +99,9 @@ class Gemma3(Decoder):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dropout=attention_dropout,
-            norm=norm,
+            norm=norm if self.head_norms else None,
             scale=query_scale,
+            softcap=attention_softcap,
         )
         local = partial(attention, rotary=Rotary(rope_local_base), window=sliding_window)
         whole = partial(attention, rotary=Rotary(rope_base, factor=rope_factor))
@@ -108,6 +116,7 @@ class Gemma3(Decoder):
             hidden_size=hidden_size,
             tied_embeddings=tied_embeddings,
             pad_token_id=pad_token_id,
+            softcap=logit_softcap,
             rngs=rngs,
         )
 
@@ -116,3 +125,9 @@ class Gemma3(Decoder):
         x = super().embed(tokens)
         # Rounded like the embedding, as the published weights expect.
         return x * jnp.asarray(math.sqrt(x.shape[-1]), x.dtype)
+
+
+class Gemma2(Gemma3):
+    """The decoder of Gemma 2: scores and logits are bounded, queries and keys have no norms."""
+
+    head_norms = False

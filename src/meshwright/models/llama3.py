@@ -1,4 +1,4 @@
-"""Llama3: the decoder of Llama 3.1 and 3.2."""
+"""Llama3: the decoder of Llama 3.1 and 3.2, and those that differ from it in little."""
 
 from __future__ import annotations
 
@@ -52,11 +52,15 @@ class Llama3(Decoder):
         rope_low_frequency: turns per original context below which a frequency is slow.
         rope_high_frequency: turns per original context above which it is kept.
         rope_original_context: longest row before the context was extended.
+        sliding_window: positions that a token sees, its own included; None for all.
         attention_dropout: rate on the attention weights.
         tied_embeddings: whether the token embedding is also the output layer.
         pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
         rngs: streams ``params`` and, with a rate, ``dropout``.
     """
+
+    qkv_bias = False
+    """Whether the layers of queries, keys and values have biases."""
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class Llama3(Decoder):
         rope_low_frequency: float = 1.0,
         rope_high_frequency: float = 4.0,
         rope_original_context: int = 32,
+        sliding_window: int | None = None,
         attention_dropout: float = 0.0,
         tied_embeddings: bool = True,
         pad_token_id: int | None = None,
@@ -94,6 +99,8 @@ class Llama3(Decoder):
             head_dim=head_dim,
             dropout=attention_dropout,
             rotary=rotary,
+            window=sliding_window,
+            bias=self.qkv_bias,
         )
         super().__init__(
             attention=[attention] * num_blocks,
@@ -107,3 +114,17 @@ class Llama3(Decoder):
             pad_token_id=pad_token_id,
             rngs=rngs,
         )
+
+
+class Mistral(Llama3):
+    """The decoder of Mistral, which may have a sliding window."""
+
+
+class Phi3(Llama3):
+    """The decoder of Phi 3 and Phi 4, which may have a sliding window."""
+
+
+class Qwen2(Llama3):
+    """The decoder of Qwen 2 and 2.5: queries, keys and values have biases."""
+
+    qkv_bias = True

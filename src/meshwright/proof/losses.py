@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,9 +16,18 @@ from meshwright.compiled.compile_program import quick_options
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.jaxpr.names import path_text
-from meshwright.program.trace.model_leaves import Leaf
+from meshwright.program.trace.adapters import PREFIX
+from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.requested_layouts import recorded_layouts
-from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
+from meshwright.program.trace.traced_loss import (
+    Loss,
+    LossValue,
+    TracedLoss,
+    read_loss,
+    trace_loss,
+)
+from meshwright.program.trace.trained_leaves import Adapted, Trained
+from meshwright.program.trace.without_adapters import has_reference
 from meshwright.proof.compare import fetch
 
 Gradient = Callable[[dict[str, Any], list[Any], list[Any], float], tuple[LossValue, dict[str, Any]]]
@@ -141,6 +151,73 @@ class WrittenGradient:
             for path, value in _flat(_state(self._model))
         ]
         nnx.update(self._model, nnx.from_flat_state(state))
+
+
+class MergedGradient:
+    """The gradient of adapters from the loss as written, with the adapters merged into the weights.
+
+    The gradient of a factor follows from that of the weight. Nothing of how a program is changed
+    to have adapters is used.
+
+    Args:
+        gradient: the gradient of the loss by the weights that have adapters.
+        leaves: the model.
+    """
+
+    def __init__(self, gradient: WrittenGradient, leaves: ModelLeaves) -> None:
+        self._gradient, self._leaves = gradient, leaves
+        self._adapters = {adapter.path: adapter for adapter in leaves.adapters.values()}
+
+    def __call__(
+        self, params: dict[str, Any], state: list[Any], batch: list[Any], scale: float
+    ) -> tuple[LossValue, dict[str, Any]]:
+        """Return the loss, with the new other leaves, and its gradients."""
+        names = [leaf.path for leaf in self._leaves.leaves if leaf.role == "state"]
+        others = dict(zip(names, state, strict=True))
+        factors = {path: [params[each] for each in a.paths] for path, a in self._adapters.items()}
+        own = {path: value for path, value in params.items() if not path.startswith(PREFIX)}
+        merged = {
+            leaf.path: self._adapters[leaf.path].merged(others[leaf.path], *factors[leaf.path])
+            if leaf.path in factors
+            else own[leaf.path]
+            for leaf in self._leaves.base.leaves
+            if leaf.path in factors or leaf.path in own
+        }
+        rest = [value for path, value in others.items() if path not in factors]
+        value, gradients = self._gradient(merged, rest, batch, scale)
+        found = {path: gradients[path] for path in own}
+        for path, adapter in self._adapters.items():
+            weight = others[path]
+            _, pull = jax.vjp(lambda *pair, a=adapter, w=weight: a.merged(w, *pair), *factors[path])
+            found |= dict(zip(adapter.paths, pull(jnp.asarray(gradients[path])), strict=True))
+        after = iter(value.state)
+        kept = [others[path] if path in factors else next(after) for path in names]
+        return replace(value, state=kept, written={}), fetch({path: found[path] for path in params})
+
+
+def written_gradient(
+    model: Any, loss: Loss, trained: Trained, leaves: ModelLeaves, batch: Any, flops: float
+) -> WrittenGradient | MergedGradient | None:
+    """Return the gradient of a loss as written; None if adapters are not merely added to weights.
+
+    Args:
+        model: the model.
+        loss: the loss.
+        trained: what is trained.
+        leaves: the model's leaves, with adapters.
+        batch: an example batch.
+        flops: how much it will compute in total.
+    """
+    if not isinstance(trained, Adapted):
+        return WrittenGradient(model, loss, trained, leaves.leaves, batch, flops)
+    if trained.lora.dropout or has_reference(trace_loss(loss, leaves.base, batch).closed):
+        return None
+    paths = {adapter.path for adapter in leaves.adapters.values()}
+    chosen = nnx.Any(trained.also, lambda path, _: path_text(path) in paths)
+    roles = [
+        replace(leaf, role="param") if leaf.path in paths else leaf for leaf in leaves.base.leaves
+    ]
+    return MergedGradient(WrittenGradient(model, loss, chosen, roles, batch, flops), leaves)
 
 
 def _state(model: Any) -> Any:

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from flax.nnx.filterlib import Filter
 
 from meshwright.compiled.compile_program import quick_options
 from meshwright.compiled.memory import telling_shortage
@@ -38,6 +37,7 @@ from meshwright.program.kernels.regions import describe
 from meshwright.program.trace.build_model import ModelSource, abstract_model, initial_values
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
+from meshwright.program.trace.trained_leaves import Trained
 from meshwright.proof.certificate import Certificate, Comparison
 from meshwright.proof.compare import (
     Gaps,
@@ -53,9 +53,9 @@ from meshwright.proof.compare import (
 )
 from meshwright.proof.losses import (
     Gradient,
-    WrittenGradient,
     taken_by_nnx_jit,
     traced_gradient,
+    written_gradient,
 )
 from meshwright.proof.mesh_run import recording_gradients, steps_on_mesh, train_on_mesh
 from meshwright.proof.nulls import masks_of_step, null_parts
@@ -118,7 +118,7 @@ def verify(
     steps: int = 5,
     clip_norm: float | None = None,
     seed: int = 0,
-    trainable: Filter = nnx.Param,
+    trainable: Trained = nnx.Param,
     devices: Sequence[Device] | None = None,
     guarded: bool = False,
     say: Callable[[str], None] = lambda text: None,
@@ -136,7 +136,7 @@ def verify(
         steps: steps to compare in float64.
         clip_norm: largest global gradient norm.
         seed: seed of the initialization.
-        trainable: NNX filter of what is trained.
+        trainable: NNX filter of what is trained, or adapters.
         devices: devices of the mesh; all by default.
         guarded: whether the step that is trained leaves out steps that are not finite.
         say: called with the name of each phase when it starts.
@@ -208,7 +208,7 @@ class _Proof:
         optimizer: optax.GradientTransformation,
         clip_norm: float | None,
         seed: int,
-        trainable: Filter,
+        trainable: Trained,
         devices: Sequence[Device] | None,
         guarded: bool,
     ) -> None:
@@ -237,8 +237,8 @@ class _Proof:
         self.written: Gradient | None = None
         as_shapes = abstract_model(model)
         if taken_by_nnx_jit(as_shapes):
-            self.written = WrittenGradient(
-                as_shapes, loss, trainable, traced.leaves, first, self.flops
+            self.written = written_gradient(
+                as_shapes, loss, trainable, assembled.model_leaves, first, self.flops
             )
         self.initial_values = _initial_values(model, assembled, seed)
 

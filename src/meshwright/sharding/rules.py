@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
 from meshwright.mesh.axes import canonical_axis, entry_names
 from meshwright.program.dims.classes import DimClasses, Roles
+from meshwright.program.jaxpr.names import matches
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import BY_ANNOTATION, DimAxes, Placement, Reason
@@ -70,15 +70,6 @@ def _where_listed(paths: Sequence[str]) -> str:
         return "`meshwright inspect` lists every parameter's path"
     more = "" if len(paths) <= MOST_PATHS else ", …"
     return f"write one of {', '.join(paths[:MOST_PATHS])}{more}, or a pattern"
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern matches a path: ``*`` is one part of the path, ``**`` any number."""
-    parts = [
-        ".*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*")
-        for part in pattern.split(".")
-    ]
-    return re.fullmatch(r"\.".join(parts), path) is not None
 
 
 def apply_rule(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
-from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.config.batch import GLOBAL_BATCH_SIZE
@@ -27,10 +27,12 @@ from meshwright.program.trace.build_model import (
     describe_model,
     trace_values,
 )
+from meshwright.program.trace.choose_adapters import adapt_model
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.replaced_jax import device_reads
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
+from meshwright.program.trace.trained_leaves import Trained
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing
 from meshwright.sharding.decide import Decision
@@ -111,6 +113,17 @@ class Assembled:
         placed = [given.get(n, jax.device_put(joined[n], s)) for n, s in enumerate(shardings)]
         return start_from(self.step, placed)
 
+    @cached_property
+    def unchanged(self) -> tuple[str, ...]:
+        """Paths of the frozen weights that no step changes, if checkpoints leave them out."""
+        if not self.model_leaves.keeps_base:
+            return ()
+        jaxpr, layout = self.traced.closed.jaxpr, self.traced.layout
+        after = zip(self.traced.kept, jaxpr.outvars[self.traced.num_results :], strict=True)
+        same = [number for number, atom in after if atom is jaxpr.invars[number]]
+        sources = [source for number in same for source in layout.step_leaves[number].sources]
+        return tuple(layout.leaves[n].path for n in sources if layout.leaves[n].is_frozen)
+
     def with_optimizer(
         self, optimizer: optax.GradientTransformation, *, wide: bool = False
     ) -> Assembled:
@@ -121,9 +134,9 @@ class Assembled:
         """Return the model with shapes instead of arrays."""
         return abstract_model(self._build)
 
-    def adopt(self, model: Model) -> TrainState:
-        """Start from an existing model, its leaves placed on the mesh."""
-        return self.start(self.model_leaves.values(model))
+    def adopt(self, model: Model, seed: int = 0) -> TrainState:
+        """Start from an existing model, its leaves placed on the mesh; a seed draws adapters."""
+        return self.start(self.model_leaves.values(model, jax.random.key(seed)))
 
     def start(self, values: Sequence[Any]) -> TrainState:
         """Start from values of the model's leaves in canonical order."""
@@ -205,7 +218,7 @@ def assemble(
     batch: Batch,
     *,
     clip_norm: float | None = None,
-    trainable: Filter = nnx.Param,
+    trainable: Trained = nnx.Param,
     devices: Sequence[Device] | None = None,
     wide: bool = False,
     guarded: bool = False,
@@ -219,7 +232,7 @@ def assemble(
         plan: the plan.
         batch: a global batch, as arrays or shapes.
         clip_norm: largest global gradient norm.
-        trainable: NNX filter of what is trained.
+        trainable: NNX filter of what is trained, or adapters.
         devices: devices of the mesh; all by default.
         wide: compute in float64, for proofs.
         guarded: do not apply steps that are not finite; see `TrainStep`.
@@ -229,6 +242,7 @@ def assemble(
         model_leaves = describe_model(model, trainable)
     micro = _microbatch(batch, plan)
     with explaining_whole_batches(loss, model_leaves, batch, plan):
+        model_leaves = adapt_model(model_leaves, loss, micro)
         program = step_program(loss, model_leaves, micro, plan)
     local_program = per_device_program(loss, model_leaves, micro, plan, mesh)
     traced = program.traced

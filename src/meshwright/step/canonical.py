@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,14 @@ class CanonicalForm:
 
     Args:
         assembled: the step whose states are converted.
+
+    Attributes:
+        base: the paths of the weights that training does not change, which are saved apart.
+        base_structs: their shapes, formats and shardings.
     """
 
     def __init__(self, assembled: Assembled) -> None:
+        self.base = assembled.unchanged
         self._step = assembled.step
         self._layout = assembled.traced.layout
         self._mesh = assembled.mesh
@@ -54,7 +59,17 @@ class CanonicalForm:
             self._optimizer_pieces(n) for n in range(len(self._step.optimizer.leaves))
         ]
         abstract = jax.eval_shape(self._from_state, self._step.abstract_state())
-        self._shardings = self._make_shardings(abstract)
+        whole = jax.eval_shape(self._all_leaves, self._step.abstract_state())
+        shardings = self._make_shardings(whole)
+        self.base_structs: dict[str, Any] = {
+            path: jax.ShapeDtypeStruct(
+                whole["state"][path].shape,
+                whole["state"][path].dtype,
+                sharding=shardings["state"].pop(path),
+            )
+            for path in self.base
+        }
+        self._shardings = shardings
         self.structs: CanonicalState = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             abstract,
@@ -87,14 +102,40 @@ class CanonicalForm:
             )
             self._compiled = copy.lower(self._step.abstract_state()).compile()
 
-    def state(self, canonical: CanonicalState) -> TrainState:
-        """Return the state of a canonical form, whose arrays are donated."""
+    def base_arrays(self, state: TrainState) -> dict[str, Any]:
+        """Return copies of the weights that are saved apart, by path."""
+        if not self.base:
+            return {}
+        shardings = {path: struct.sharding for path, struct in self.base_structs.items()}
+
+        def copy(state: TrainState) -> dict[str, Any]:
+            whole = self._all_leaves(state)["state"]
+            return {path: jnp.copy(whole[path]) for path in self.base}
+
+        return jax.jit(copy, out_shardings=shardings)(state)
+
+    def state(self, canonical: CanonicalState, base: Mapping[str, Any] | None = None) -> TrainState:
+        """Return the state of a canonical form, whose arrays are donated.
+
+        Args:
+            canonical: the canonical form.
+            base: the weights that are saved apart, by path.
+        """
+        if base:
+            canonical = {**canonical, "state": {**canonical["state"], **base}}
         with warnings.catch_warnings():
             # The rows of a stack are donated, but their buffers are too small for the stack.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return self._place(canonical)
 
     def _from_state(self, state: TrainState) -> CanonicalState:
+        groups = self._all_leaves(state)
+        for path in self.base:
+            del groups["state"][path]
+        # Without a copy, the compiled program could return the buffers of the state itself.
+        return jax.tree.map(jnp.copy, groups)
+
+    def _all_leaves(self, state: TrainState) -> CanonicalState:
         values = self._layout.to_canonical(self._step.leaf_values(state))
         groups: CanonicalState = {"params": {}, "state": {}, "optimizer": {}, "counters": {}}
         for leaf, value in zip(self._layout.leaves, values, strict=True):
@@ -105,8 +146,7 @@ class CanonicalForm:
         groups["counters"]["step"] = state.step
         if state.loss_scale is not None:
             groups["counters"] |= vars(state.loss_scale)
-        # Without a copy, the compiled program could return the buffers of the state itself.
-        return jax.tree.map(jnp.copy, groups)
+        return groups
 
     def _to_state(self, groups: CanonicalState) -> TrainState:
         leaves = self._layout.leaves

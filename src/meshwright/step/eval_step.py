@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from meshwright.pipeline.execute.forward_only import PipelinedForward
 from meshwright.pipeline.place import stage_context
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.trace.layout import Layout
+from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_function
 from meshwright.runtime.activity import activity
@@ -102,7 +104,7 @@ def compile_prediction(
         return arrays
 
     plan = assembled.plan
-    traced = trace_function(results, assembled.model_leaves, batch, COMPUTE_DTYPES[plan.precision])
+    traced = trace_function(results, _leaves(assembled), batch, COMPUTE_DTYPES[plan.precision])
     forward, place = _on_mesh(assembled, unstaged_program(traced, plan))
 
     def run(leaves: Sequence[Any], samples: Sequence[Any]) -> Any:
@@ -134,7 +136,12 @@ def _program(
 ) -> StepProgram:
     micro = jax.tree.unflatten(assembled.batch_tree, divide_batch(list(batch), count))
     evaluated = _in_evaluation_mode(loss)
-    return step_program(evaluated, assembled.model_leaves, micro, assembled.plan, staged=staged)
+    return step_program(evaluated, _leaves(assembled), micro, assembled.plan, staged=staged)
+
+
+def _leaves(assembled: Assembled) -> ModelLeaves:
+    """Return the model's leaves, with adapters that drop nothing."""
+    return replace(assembled.model_leaves, evaluated=True)
 
 
 _Place = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]

@@ -10,6 +10,7 @@ _TASKS = {
     "classification": "Classification",
     "reconstruction": "Reconstruction",
     "grpo": "GRPO",
+    "dpo": "DPO",
 }
 
 TASK_KINDS: tuple[str, ...] = tuple(_TASKS)

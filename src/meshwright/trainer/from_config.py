@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import explain_failure, import_named
@@ -61,6 +62,8 @@ def _trainer_arguments(config: Config, recipe: Recipe, plan: Plan) -> dict[str, 
         "optimizer": recipe.optimizer,
         "mesh": plan,
         "clip_norm": recipe.clip_norm,
+        "trainable": training.trainable or nnx.Param,
+        "lora": config.lora,
         "ema_decay": recipe.ema_decay,
         "eval_ema": training.eval_ema,
         "weights": model.weights,

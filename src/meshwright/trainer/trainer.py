@@ -81,7 +81,9 @@ class Trainer(SteppingTrainer):
         sharding: what is sharded and how; see `ShardingConfig`.
         pipeline: the schedule of a mesh with pipeline stages: its name, such as ``"zb_h1"``, a
             mapping, or a `PipelineConfig`.
-        trainable: NNX filter of what is trained.
+        trainable: NNX filter of what is trained, or path patterns, such as ``["head.**"]``.
+        lora: adapters to train instead of the model's parameters: ``mw.LoRA(rank=16)``. With
+            adapters, ``trainable`` names what is trained besides them.
         ema_decay: keep a moving average of the weights, of which each step keeps this share;
             None keeps none. `FitResult.averaged` and ``ema=True`` read it.
         eval_ema: whether evaluations during training are of that average.
@@ -225,7 +227,7 @@ class Trainer(SteppingTrainer):
             self._plan(batch),
             batch,
             clip_norm=self.clip_norm,
-            trainable=self.trainable,
+            trainable=self.trained,
             devices=self.devices,
             guarded=self.guarded,
         )
@@ -276,7 +278,7 @@ class Trainer(SteppingTrainer):
             steps=steps,
             clip_norm=self.clip_norm,
             seed=self.seed,
-            trainable=self.trainable,
+            trainable=self.trained,
             devices=self.devices,
             guarded=self.guarded,
         )

@@ -27,6 +27,7 @@ from meshwright.config.base import SYNONYMS, shorten
 from meshwright.config.schema import (
     CheckpointConfig,
     KernelChoice,
+    LoRA,
     OnNonfinite,
     PipelineConfig,
     Precision,
@@ -45,6 +46,7 @@ from meshwright.inputs.user_model import UserModel
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.program.trace.trained_leaves import Trained, trained_by
 from meshwright.rewards.reward_set import read_rewards
 from meshwright.step.average import check_decay, with_average
 from meshwright.tasks.grpo import GRPO
@@ -82,6 +84,7 @@ class TrainerSettings:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     pipeline: PipelineConfig | Mapping[str, Any] | str = field(default_factory=PipelineConfig)
     trainable: Filter = nnx.Param
+    lora: LoRA | None = None
     ema_decay: float | None = None
     eval_ema: bool = False
     weights: str | Path | None = None
@@ -111,6 +114,8 @@ class TrainerSettings:
         check_count("log_every", self.log_every)
         check_clip_norm(self.clip_norm)
         check_trainable(self.trainable)
+        if self.lora is not None:
+            check_kind("lora", self.lora, LoRA, "write lora=mw.LoRA(rank=16)")
         check_decay(self.ema_decay)
         check_kind("eval_ema", self.eval_ema, bool, "write True or False")
         check_policy(self.on_nonfinite, self.max_skipped, self.max_rewinds)
@@ -143,6 +148,11 @@ class TrainerSettings:
     def whole_optimizer(self) -> optax.GradientTransformation:
         """The optimizer, with the moving average of the weights if one is kept."""
         return with_average(self.optimizer, self.ema_decay)
+
+    @property
+    def trained(self) -> Trained:
+        """What is trained: the variables of a filter, or adapters."""
+        return trained_by(self.trainable, self.lora)
 
     @property
     def guarded(self) -> bool:
@@ -198,6 +208,7 @@ _ELSEWHERE = {
 _SECTIONS = {
     "sharding": ShardingConfig,
     "pipeline": PipelineConfig,
+    "lora": LoRA,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
 }

@@ -69,6 +69,7 @@ from meshwright.trainer.run_log import (
     work_per_step,
 )
 from meshwright.trainer.run_progress import Meter, Progress, Work
+from meshwright.trainer.starting.from_initial import fill_tables
 from meshwright.trainer.starting.learning_rate import LearningRate, find_schedule
 from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
@@ -81,6 +82,7 @@ from meshwright.trainer.starting.run_warnings import (
 )
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
+from meshwright.trainer.trained.base_weights import keep_base
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.text_sample import TextSample, generate_sample
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
@@ -195,6 +197,8 @@ class TrainingRun:
             self._log_start(log, compiled)
             with self._advice.during(lambda: "placing the state", known):
                 state = self._restoring.first_state(tracker, progress, self._callbacks)
+                fill_tables(self._programs, state, self._trainer.loss, self._restoring, tracker)
+                self._keep_base(state)
                 checkpointer = make_checkpointer(
                     asked,
                     self._form,
@@ -228,6 +232,12 @@ class TrainingRun:
         finally:
             tracker.close(summary)
         return result
+
+    def _keep_base(self, state: TrainState) -> None:
+        """Remember the weights that are not trained, once."""
+        if self._run_dir is not None and self._asked.checkpoint.enabled:
+            metadata, weights = self._metadata.at(0), self._start.weights
+            keep_base(self._run_dir, self._assembled, self._form, state, metadata, weights)
 
     def _check_sharding(self) -> list[str]:
         leaves = self._assembled.model_leaves

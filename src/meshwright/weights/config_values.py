@@ -196,6 +196,9 @@ def rope_settings(found: Mapping[str, Any], base: float, where: str) -> dict[str
         base: the base, where they leave it out.
         where: their key in config.json.
     """
+    # Some write that all dims are rotated, which is what the others do without saying so.
+    whole = ("partial_rotary_factor", 1.0)
+    found = dict(each for each in found.items() if each != whole)
     unknown = sorted(found.keys() - _ROPE)
     if unknown:
         raise UserError(

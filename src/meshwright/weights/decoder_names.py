@@ -1,15 +1,18 @@
-"""What the families Llama, Qwen 3 and Gemma 3 share: names, and values of config.json."""
+"""What the families of decoders share: names, and values of config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshwright.errors import Setting, UserError
 from meshwright.weights.config_values import ROTARY, Key, WrongValue, only
 from meshwright.weights.family import Family, HfConfig, TensorRow
+from meshwright.weights.hf_folder import CONFIG
 from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR
 
 _LAYER = "model.layers.{n}."
+ATTENTION = f"{_LAYER}self_attn."
 
 _ROWS = (
     TensorRow("tokens.embedding", "model.embed_tokens.weight", MATRIX),
@@ -76,7 +79,7 @@ def decoder_family(
     """Return a family of decoders: what they share, completed by what is its own.
 
     Args:
-        rows: its further rows.
+        rows: its further rows, which replace shared ones of the same path.
         defaults: the values of shared keys that config.json may leave out; None may be null, too.
         keys: its further keys.
         arguments: from config.json to its further arguments.
@@ -107,7 +110,7 @@ def decoder_family(
     }
     pad_key = Key("token", pad_token, "pad_token_id", null=True)
     return Family(
-        rows=(*_ROWS, *rows),
+        rows=(*rows, *_ROWS),
         keys={**shared, **_COMMON, "pad_token_id": pad_key, **keys},
         arguments=all_arguments,
         config=whole_config,
@@ -116,6 +119,19 @@ def decoder_family(
         free=("context_length", "attention_dropout"),
         **own,
     )
+
+
+def refuse_unpublished(
+    architecture: str, arguments: Mapping[str, Any], name: str, *known: Any
+) -> None:
+    """Refuse an argument of the model that an architecture has no key for, unless it is None."""
+    value = arguments.get(name)
+    if value not in (None, *known):
+        raise UserError(
+            f"the model is not a {architecture}",
+            why=f"it has {Setting(f'model.{name}', value)}, for which there is no key in {CONFIG}",
+            fix="train a model without it, or one of another model.kind",
+        )
 
 
 def refuse_uneven_heads(values: HfConfig) -> None:

@@ -12,14 +12,15 @@ from meshwright.config.base import shorten
 from meshwright.errors import Setting, UserError
 from meshwright.weights.config_values import WrongValue, check_value, complete
 from meshwright.weights.family import Family, HfConfig
-from meshwright.weights.gemma3_names import GEMMA3
+from meshwright.weights.gemma3_names import GEMMA2, GEMMA3
 from meshwright.weights.gpt2_names import GPT2
 from meshwright.weights.hf_folder import CONFIG
-from meshwright.weights.llama_names import LLAMA
+from meshwright.weights.llama_names import LLAMA, MISTRAL, PHI3, QWEN2
 from meshwright.weights.qwen3_names import QWEN3
 from meshwright.weights.vit_names import VIT
 
-FAMILIES = {family.kind: family for family in (GPT2, GEMMA3, LLAMA, QWEN3, VIT)}
+_ALL = (GPT2, GEMMA2, GEMMA3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, VIT)
+FAMILIES = {family.kind: family for family in _ALL}
 """By the model's kind."""
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3: its names and its config.json; of multimodal folders, the text model."""
+"""Gemma 2 and 3: their names and their config.json; of multimodal folders, the text model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from meshwright.weights.config_values import (
     only,
     refuse_other_scaling,
     rope_settings,
+    rotary,
     scaling_numbers,
     without_effect,
 )
@@ -21,6 +22,7 @@ from meshwright.weights.decoder_names import (
     check_layer_types,
     decoder_family,
     refuse_uneven_heads,
+    refuse_unpublished,
 )
 from meshwright.weights.family import HfConfig, TensorRow
 from meshwright.weights.views import VECTOR
@@ -101,11 +103,23 @@ def _global_every(values: Mapping[str, Any]) -> int:
     every = types.index(_GLOBAL) + 1 if _GLOBAL in types else len(types) + 1
     if types != _layer_types(every, len(types)):
         raise UserError(
-            "this Gemma3ForCausalLM is not supported",
-            why=f"its config.json has layer_types={types}, and in model.kind=gemma3 every n-th "
-            f"block is {_GLOBAL}",
+            "this kind of Gemma is not supported",
+            why=f"its config.json has layer_types={types}, and here every n-th block is {_GLOBAL}",
         )
     return every
+
+
+def _gemma2_arguments(values: HfConfig) -> dict[str, Any]:
+    refuse_uneven_heads(values)
+    settings = rotary(values, 10_000.0)
+    refuse_other_scaling(settings, "default")
+    return {
+        "global_every": _global_every({**values, "sliding_window_pattern": 2}),
+        "rope_base": settings["rope_theta"],
+        "rope_local_base": settings["rope_theta"],
+        "rope_factor": 1.0,
+        "query_scale": float(values["query_pre_attn_scalar"]),
+    }
 
 
 def _layer_types(every: int, count: int) -> list[str]:
@@ -113,19 +127,60 @@ def _layer_types(every: int, count: int) -> list[str]:
 
 
 def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    every, factor = arguments["global_every"], arguments["rope_factor"]
+    for name in ("attention_softcap", "logit_softcap"):
+        refuse_unpublished("Gemma3ForCausalLM", arguments, name)
+    factor = arguments["rope_factor"]
+    return {
+        **_shared_config(arguments),
+        "sliding_window_pattern": arguments["global_every"],
+        "rope_local_base_freq": arguments["rope_local_base"],
+        "rope_scaling": None if factor == 1 else {"rope_type": "linear", "factor": factor},
+    }
+
+
+def _gemma2_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unpublished("Gemma2ForCausalLM", arguments, "rope_factor", 1)
+    refuse_unpublished("Gemma2ForCausalLM", arguments, "rope_local_base", arguments["rope_base"])
+    return _shared_config(arguments)
+
+
+def _shared_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     scale = float(arguments.get("query_scale") or arguments["head_dim"])
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         # transformers refuses 256.0 for 256.
         "query_pre_attn_scalar": int(scale) if scale.is_integer() else scale,
-        "sliding_window": arguments["sliding_window"],
-        "sliding_window_pattern": every,
-        "layer_types": _layer_types(every, arguments["num_blocks"]),
+        "layer_types": _layer_types(arguments["global_every"], arguments["num_blocks"]),
         "rope_theta": arguments["rope_base"],
-        "rope_local_base_freq": arguments["rope_local_base"],
-        "rope_scaling": None if factor == 1 else {"rope_type": "linear", "factor": factor},
     }
+
+
+_KEYS = {
+    "hidden_activation": only("gelu_pytorch_tanh"),
+    "use_bidirectional_attention": only(False, None),
+    "query_pre_attn_scalar": Key("size", 256),
+    "sliding_window": Key("size", 4096, "sliding_window"),
+    "layer_types": Key("list", null=True),
+}
+
+GEMMA2 = decoder_family(
+    kind="gemma2",
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    rows=_NORMS,
+    defaults={**_DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192},
+    arguments=_gemma2_arguments,
+    config=_gemma2_config,
+    pad_token=0,
+    keys={
+        **_KEYS,
+        "attn_logit_softcapping": Key("small", 50.0, "attention_softcap", null=True),
+        "final_logit_softcapping": Key("small", 30.0, "logit_softcap", null=True),
+        # Published files have it; the other key counts.
+        **without_effect("hidden_act"),
+    },
+    other_architectures=("Gemma2Model",),
+)
 
 
 GEMMA3 = decoder_family(
@@ -138,15 +193,11 @@ GEMMA3 = decoder_family(
     config=_config,
     pad_token=0,
     keys={
-        "hidden_activation": only("gelu_pytorch_tanh"),
+        **_KEYS,
         "attn_logit_softcapping": only(None),
         "final_logit_softcapping": only(None),
-        "use_bidirectional_attention": only(False, None),
-        "query_pre_attn_scalar": Key("size", 256),
-        "sliding_window": Key("size", 4096, "sliding_window"),
         "sliding_window_pattern": Key("size", _PATTERN),
         "rope_local_base_freq": Key("positive"),
-        "layer_types": Key("list", null=True),
         # transformers writes it, and does not read it.
         **without_effect("_sliding_window_pattern"),
     },

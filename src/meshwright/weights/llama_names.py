@@ -1,4 +1,4 @@
-"""Llama: its names and its config.json."""
+"""Llama, Mistral, Qwen 2 and Phi 3: their names and their config.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ from meshwright.weights.config_values import (
     refuse_other_scaling,
     rotary,
     scaling_numbers,
+    without_effect,
 )
-from meshwright.weights.decoder_names import MLP_NORM, decoder_family, refuse_uneven_heads
-from meshwright.weights.family import HfConfig
+from meshwright.weights.decoder_names import (
+    ATTENTION,
+    MLP_NORM,
+    check_layer_types,
+    decoder_family,
+    refuse_uneven_heads,
+    refuse_unpublished,
+)
+from meshwright.weights.family import HfConfig, TensorRow
+from meshwright.weights.views import VECTOR, StackedView, View
 
 _DEFAULTS = {
     "vocab_size": 32000,
@@ -69,6 +78,15 @@ def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _llama_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unpublished("LlamaForCausalLM", arguments, "sliding_window")
+    return _config(arguments)
+
+
+_OURS = "blocks.{n}.attention."
+_HEADS = ("query", "key", "value")
+_KEYS = {"hidden_act": only("silu"), _CONTEXT: Key("size")}
+
 LLAMA = decoder_family(
     kind="llama3",
     architecture="LlamaForCausalLM",
@@ -76,7 +94,135 @@ LLAMA = decoder_family(
     rows=(MLP_NORM,),
     defaults=_DEFAULTS,
     arguments=_arguments,
-    config=_config,
-    keys={"hidden_act": only("silu"), "mlp_bias": only(False), _CONTEXT: Key("size")},
+    config=_llama_config,
+    keys={**_KEYS, "mlp_bias": only(False)},
     other_architectures=("LlamaModel",),
+)
+
+MISTRAL = decoder_family(
+    kind="mistral",
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    rows=(MLP_NORM,),
+    defaults={
+        **_DEFAULTS,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096 * 32,
+    },
+    arguments=_arguments,
+    config=_config,
+    keys={
+        **_KEYS,
+        "num_key_value_heads": Key("size", 8, "num_kv_heads", null=True),
+        "sliding_window": Key("size", 4096, "sliding_window", null=True),
+    },
+    other_architectures=("MistralModel",),
+)
+
+
+def _qwen2_arguments(values: HfConfig) -> dict[str, Any]:
+    check_layer_types(values, "full_attention")
+    return _arguments(values)
+
+
+def _qwen2_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unpublished("Qwen2ForCausalLM", arguments, "sliding_window")
+    full = ["full_attention"] * arguments["num_blocks"]
+    return {**_config(arguments), "use_sliding_window": False, "layer_types": full}
+
+
+QWEN2 = decoder_family(
+    kind="qwen2",
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    rows=(
+        MLP_NORM,
+        *(
+            TensorRow(f"{_OURS}{name}.bias", f"{ATTENTION}{name[0]}_proj.bias", VECTOR)
+            for name in _HEADS
+        ),
+    ),
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+    arguments=_qwen2_arguments,
+    config=_qwen2_config,
+    keys={
+        **_KEYS,
+        "num_key_value_heads": Key("size", 32, "num_kv_heads", null=True),
+        "use_sliding_window": only(False),
+        "use_mrope": only(False),
+        "layer_types": Key("list", null=True),
+        **without_effect("sliding_window", "max_window_layers"),
+    },
+    other_architectures=("Qwen2Model",),
+)
+
+
+def _phi3_arguments(values: HfConfig) -> dict[str, Any]:
+    refuse_other_scaling(rotary(values, 10_000.0), "default")
+    return _arguments(values)
+
+
+def _phi3_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unpublished("Phi3ForCausalLM", arguments, "rope_factor", 1)
+    return _config(arguments)
+
+
+PHI3 = decoder_family(
+    kind="phi3",
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    rows=(
+        MLP_NORM,
+        *(
+            TensorRow(
+                f"{_OURS}{name}.kernel",
+                f"{ATTENTION}qkv_proj.weight",
+                StackedView("", part, _HEADS),
+            )
+            for part, name in enumerate(_HEADS)
+        ),
+        *(
+            TensorRow(
+                f"blocks.{{n}}.mlp.{name}.kernel",
+                "model.layers.{n}.mlp.gate_up_proj.weight",
+                View("(2 o) i -> i o", part),
+            )
+            for part, name in enumerate(("gate", "up"))
+        ),
+    ),
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
+    arguments=_phi3_arguments,
+    config=_phi3_config,
+    pad_token=32000,
+    keys={
+        **_KEYS,
+        _CONTEXT: Key("size", 4096),
+        # It may be missing, but not null.
+        "head_dim": Key("size", None, "head_dim"),
+        "sliding_window": Key("size", None, "sliding_window", null=True),
+        # Rates of training, of which the model has only that of attention.
+        "resid_pdrop": only(0.0, 0),
+        "embd_pdrop": only(0.0, 0),
+        # Names code in the folder, which neither transformers nor we run unasked.
+        **without_effect("auto_map"),
+    },
+    sizes=lambda arguments: {
+        "query": arguments["num_heads"] * arguments["head_dim"],
+        **dict.fromkeys(_HEADS[1:], arguments["num_kv_heads"] * arguments["head_dim"]),
+    },
+    other_architectures=("Phi3Model",),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
+from meshwright.program.trace.adapters import PREFIX
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -21,7 +22,8 @@ from meshwright.weights.views import Range
 def weights_of(folder: Folder, assembled: Assembled) -> Weights:
     """Find the model's weights in a folder; nothing but headers is read."""
     leaves = assembled.traced.layout.leaves
-    return find_weights(folder, {leaf.path: leaf.shape for leaf in leaves if leaf.is_weight})
+    own = [leaf for leaf in leaves if leaf.is_weight and not leaf.path.startswith(PREFIX)]
+    return find_weights(folder, {leaf.path: leaf.shape for leaf in own})
 
 
 def load_state(weights: Weights, assembled: Assembled, seed: int) -> TrainState:
@@ -35,7 +37,7 @@ def load_state(weights: Weights, assembled: Assembled, seed: int) -> TrainState:
     layout, decision = assembled.traced.layout, assembled.decision
     arrays: dict[int, Any] = {}
     for number, step in enumerate(layout.step_leaves):
-        if step.leaf.is_weight:
+        if step.leaf.is_weight and not step.leaf.path.startswith(PREFIX):
             sharding = NamedSharding(assembled.mesh, decision.at_rest[number].spec)
             paths = [layout.leaves[source].path for source in step.sources]
             arrays[number] = _load_leaf(weights, step, paths, sharding)
@@ -45,8 +47,23 @@ def load_state(weights: Weights, assembled: Assembled, seed: int) -> TrainState:
 def _load_leaf(
     weights: Weights, step: StepLeaf, paths: Sequence[str], sharding: NamedSharding
 ) -> jax.Array:
-    """Return one leaf of the step, of which only this process's slices are read."""
-    shape = step.leaf.shape
+    return _load(
+        step.leaf.shape, sharding, lambda ranges: _read_piece(weights, step, paths, ranges)
+    )
+
+
+def load_array(weights: Weights, path: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return one of the model's arrays with the format and the sharding of ``struct``."""
+    sharding: Any = struct.sharding
+    return _load(struct.shape, sharding, lambda ranges: weights.read(path, ranges, struct.dtype))
+
+
+def _load(
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    read: Callable[[tuple[Range, ...]], NDArray[Any]],
+) -> jax.Array:
+    """Return an array of which only this process's slices are read."""
     devices: dict[tuple[Range, ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         ranges = tuple(
@@ -55,7 +72,7 @@ def _load_leaf(
         devices.setdefault(ranges, []).append(device)
     pieces: list[jax.Array] = []
     for ranges, holders in devices.items():
-        piece = _read_piece(weights, step, paths, ranges)
+        piece = read(ranges)
         # A copy: a step cannot donate memory that belongs to NumPy.
         pieces += [jax.device_put(piece, holder, may_alias=False) for holder in holders]
         jax.block_until_ready(pieces[-len(holders) :])

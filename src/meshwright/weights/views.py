@@ -44,7 +44,7 @@ class View:
             sizes: sizes of named dims that the shape does not tell.
         """
         known = self._sizes(shape, sizes)
-        return tuple(math.prod(known[name] for name in dim) for dim in self._dims[0])
+        return tuple(math.prod(known[name] for name in dim) for dim in self.dims[0])
 
     def read(
         self,
@@ -62,7 +62,7 @@ class View:
             sizes: sizes of named dims that the shape does not tell.
         """
         known = self._sizes(shape, sizes)
-        stored, wanted = self._dims
+        stored, wanted = self.dims
         chosen = {name: (0, known[name]) for dim in stored for name in dim}
         chosen |= {name: (self.part, self.part + 1) for name in chosen if name.isdecimal()}
         chosen |= {dim[0]: each for dim, each in zip(wanted, ranges, strict=True) if len(dim) == 1}
@@ -81,7 +81,7 @@ class View:
     def put(self, array: NDArray[Any], tensor: NDArray[Any], sizes: Mapping[str, int]) -> None:
         """Write the array into its part of a whole tensor, the inverse of `read`."""
         known = self._sizes(array.shape, sizes)
-        stored, wanted = self._dims
+        stored, wanted = self.dims
         named = tensor.reshape([known[name] for dim in stored for name in dim], copy=False)
         index = [self.part if n.isdecimal() else slice(None) for dim in stored for n in dim]
         order = [self._names.index(name) for dim in wanted for name in dim]
@@ -89,7 +89,7 @@ class View:
         part[...] = array.reshape(part.shape)
 
     @cached_property
-    def _dims(self) -> tuple[list[list[str]], list[list[str]]]:
+    def dims(self) -> tuple[list[list[str]], list[list[str]]]:
         """The named dims that each dim of the tensor and of the array is made of."""
         stored, wanted = self.pattern.split("->")
         return _parse(stored), _parse(wanted)
@@ -97,13 +97,13 @@ class View:
     @cached_property
     def _names(self) -> list[str]:
         """The tensor's named dims, without the numbered ones."""
-        return [name for dim in self._dims[0] for name in dim if not name.isdecimal()]
+        return [name for dim in self.dims[0] for name in dim if not name.isdecimal()]
 
     def _ordered(self, block: NDArray[Any]) -> NDArray[Any]:
         """Return a block of the tensor's named dims with the order of the array's."""
-        every = (name for dim in self._dims[0] for name in dim)
+        every = (name for dim in self.dims[0] for name in dim)
         numbered = [n for n, name in enumerate(every) if name.isdecimal()]
-        order = [self._names.index(name) for dim in self._dims[1] for name in dim]
+        order = [self._names.index(name) for dim in self.dims[1] for name in dim]
         return np.squeeze(block, tuple(numbered)).transpose(order)
 
     def _region(self, dim: list[str], read: dict[str, Range], known: Mapping[str, int]) -> Range:
@@ -120,13 +120,47 @@ class View:
         return start, start + length
 
     def _sizes(self, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int]:
-        known = {**sizes, **{n: int(n) for dim in self._dims[0] for n in dim if n.isdecimal()}}
-        for dim, size in zip(self._dims[1], shape, strict=True):
+        known = {**sizes, **{n: int(n) for dim in self.dims[0] for n in dim if n.isdecimal()}}
+        for dim, size in zip(self.dims[1], shape, strict=True):
             unknown = [name for name in dim if name not in known or len(dim) == 1]
             for name in unknown[:1]:
                 others = math.prod(known[other] for other in dim if other != name)
                 known[name] = size // others
         return known
+
+
+@dataclass(frozen=True)
+class StackedView(View):
+    """A kernel [in, out] that is one of several on top of each other in a tensor [outs, in].
+
+    Attributes:
+        heights: the names of their sizes; ``part`` is the index of this one.
+    """
+
+    heights: tuple[str, ...] = ()
+
+    def tensor_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return sum(sizes[name] for name in self.heights), shape[0]
+
+    def read(
+        self,
+        tensor: Tensor,
+        ranges: Sequence[Range],
+        shape: Sequence[int],
+        sizes: Mapping[str, int],
+    ) -> NDArray[Any]:
+        """Read a slice of the kernel."""
+        above = self._above(sizes)
+        return tensor.read([(above + ranges[1][0], above + ranges[1][1]), ranges[0]]).T
+
+    def put(self, array: NDArray[Any], tensor: NDArray[Any], sizes: Mapping[str, int]) -> None:
+        """Write the kernel into its part of a whole tensor."""
+        above = self._above(sizes)
+        tensor[above : above + array.shape[1]] = array.T
+
+    def _above(self, sizes: Mapping[str, int]) -> int:
+        return sum(sizes[name] for name in self.heights[: self.part])
 
 
 VECTOR = View("d -> d")

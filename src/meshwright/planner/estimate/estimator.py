@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from flax import nnx
-from flax.nnx.filterlib import Filter
 
 from meshwright.config.schema import Precision
 from meshwright.hardware import Hardware
@@ -51,8 +50,10 @@ from meshwright.program.dims.sample_mean import find_mixing
 from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.program.flops import DTYPES
 from meshwright.program.trace.build_model import ModelSource, describe_model
+from meshwright.program.trace.choose_adapters import adapt_model
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.program.trace.trained_leaves import Trained
 from meshwright.runtime.activity import activity
 from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
@@ -77,7 +78,7 @@ class Estimator:
         loss: ``loss(model, batch)``.
         optimizer: any optax transformation.
         batch: a batch of any size, as arrays or shapes.
-        trainable: NNX filter of what is trained.
+        trainable: NNX filter of what is trained, or adapters.
         precision: the compute format of most plans; what does not depend on a plan, such as the
             number of blocks, is read from the program in this format.
     """
@@ -90,12 +91,12 @@ class Estimator:
         optimizer: optax.GradientTransformation,
         batch: Batch,
         *,
-        trainable: Filter = nnx.Param,
+        trainable: Trained = nnx.Param,
         precision: Precision = "no",
     ) -> None:
         self._precision: Precision = precision
-        self._leaves = describe_model(model, trainable)
         self._samples = resize_batch(batch, SAMPLES)
+        self._leaves = adapt_model(describe_model(model, trainable), loss, self._samples)
         self._programs = TracedPrograms(loss, self._leaves, self._samples, precision)
         self._gradients = GradientPrograms(self._programs)
         self._states = ModelStates(self._programs, optimizer)

@@ -77,7 +77,9 @@ def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
 def _unreduced(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
     """Return how long gradients are whole: until the next one is (rule `WHOLE_GRADIENTS`)."""
     made = sorted((each for each in lifetimes if each.array.gradient is not None), key=_start)
-    following = [*(each.start for each in made[1:]), max((e.end for e in made), default=0)]
+    if not made:  # All of them are of loops, such as those of adapters in blocks.
+        return []
+    following = [*(each.start for each in made[1:]), max(each.end for each in made)]
     return [
         replace(each, copied=True, end=max(each.start, after))
         for each, after in zip(made, following, strict=True)

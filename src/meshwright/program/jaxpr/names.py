@@ -88,6 +88,15 @@ def _unescape(text: str) -> str:
     return bytes.fromhex(text.replace("%", "")).decode()
 
 
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern matches a path: ``*`` is one part of the path, ``**`` any number."""
+    parts = [
+        ".*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*")
+        for part in pattern.split(".")
+    ]
+    return re.fullmatch(r"\.".join(parts), path) is not None
+
+
 def module_of(op_name: str) -> str:
     """Return the innermost module path in a name stack or op name; empty if it has none.
 

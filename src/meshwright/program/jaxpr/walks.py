@@ -75,14 +75,14 @@ def origin(jaxpr: Jaxpr, atom: Atom, casts_to: Collection[Any] = ()) -> Atom:
     """
     made = {v: (eqn, n) for eqn in jaxpr.eqns for n, v in enumerate(eqn.outvars)}
     while isinstance(atom, Var) and atom in made:
-        operand = _operand(*made[atom], casts_to)
+        operand = operand_of(*made[atom], casts_to)
         if operand is None:
             break
         atom = operand
     return atom
 
 
-def _operand(eqn: Equation, number: int, casts_to: Collection[Any]) -> Atom | None:
+def operand_of(eqn: Equation, number: int, casts_to: Collection[Any]) -> Atom | None:
     """Return the operand that a result of an equation is; None if it is computed."""
     name = eqn.primitive.name
     if name == "convert_element_type" and eqn.params["new_dtype"] in casts_to:

@@ -22,6 +22,7 @@ from jax.extend.core import jaxpr_as_fun
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.trace.model_leaves import ModelLeaves, split_model
 from meshwright.program.trace.replaced_jax import brief_about_sharding
+from meshwright.program.trace.trained_leaves import Trained
 from meshwright.trees import is_key
 
 ModelSource = Callable[[nnx.Rngs], Any]
@@ -35,12 +36,12 @@ NEEDS_VALUES = (
 """What JAX raises if Python code reads the value of an array that is only traced."""
 
 
-def describe_model(source: ModelSource, trainable: Any = nnx.Param) -> ModelLeaves:
+def describe_model(source: ModelSource, trainable: Trained = nnx.Param) -> ModelLeaves:
     """Return the structure and leaves of a model, without computing its random weights.
 
     Args:
         source: builds the model.
-        trainable: an NNX filter that says which variables are trained.
+        trainable: an NNX filter that says which variables are trained, or adapters.
     """
     found: list[ModelLeaves] = []
     _trace_shapes(source, lambda model: found.append(split_model(model, trainable)))
@@ -104,7 +105,8 @@ def trace_values(
 
         def create(words: Any, context: Any = context) -> list[Any]:
             with context():
-                return leaves.values(_build(source, jax.random.wrap_key_data(words)))
+                key = jax.random.wrap_key_data(words)
+                return leaves.values(_build(source, key), key)
 
         try:
             return jax.make_jaxpr(create)(words), words
@@ -146,7 +148,7 @@ def initial_values(
 
 def build_values(source: ModelSource, leaves: ModelLeaves, seed: int) -> list[Any]:
     """Build a model outside of any program, and return its leaf values."""
-    return leaves.values(_build(source, _key(seed)))
+    return leaves.values(_build(source, _key(seed)), _key(seed))
 
 
 def _build(source: ModelSource, key: Any) -> Any:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshwright.config.schema import LoRA
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.names import path_text
+from meshwright.program.trace.adapters import Adapter, merge_adapters
+from meshwright.program.trace.trained_leaves import Adapted, PathFilter, Trained, check_patterns
 
 Role = Literal["param", "state"]
 
@@ -30,6 +33,7 @@ class Leaf:
         variable: name of its NNX variable type, such as Param, BatchStat or RngKey.
         annotation: axis names that the model's author gave its dims, if any.
         is_weight: whether it is a parameter of the model, trained or frozen.
+        original_dtype: its format in the model, if it is kept in another.
     """
 
     path: str
@@ -39,6 +43,17 @@ class Leaf:
     variable: str
     annotation: tuple[Any, ...] | None = None
     is_weight: bool = False
+    original_dtype: Any = None
+
+    @property
+    def model_dtype(self) -> Any:
+        """Its format in the model."""
+        return self.dtype if self.original_dtype is None else self.original_dtype
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a parameter that is not trained."""
+        return self.is_weight and self.role == "state"
 
     @property
     def size(self) -> int:
@@ -71,12 +86,40 @@ class ModelLeaves:
     Attributes:
         leaves: description of every leaf.
         classes: the classes of its modules.
+        adapters: by number of a leaf, its adapter, whose factors are the last leaves.
+        lora: which adapters the model is to have; None for none.
+        keeps_base: whether checkpoints leave out the weights that training does not change.
+        evaluated: whether adapters drop nothing.
     """
 
     leaves: tuple[Leaf, ...]
     classes: tuple[type, ...]
     _graphdef: Any
     _entries: tuple[_Entry, ...]
+    adapters: Mapping[int, Adapter] = field(default_factory=dict[int, Adapter])
+    lora: LoRA | None = None
+    keeps_base: bool = False
+    evaluated: bool = False
+
+    @property
+    def base(self) -> ModelLeaves:
+        """The model without adapters."""
+        added = sum(2 + len(adapter.stream) for adapter in self.adapters.values())
+        own = self.leaves[: len(self.leaves) - added]
+        return replace(self, leaves=own, adapters={})
+
+    def with_adapters(self, adapters: Mapping[int, Adapter]) -> ModelLeaves:
+        """Return the same model with these adapters."""
+        streams = [("RngKey", jax.eval_shape(jax.random.key, 0).dtype), ("RngCount", jnp.uint32)]
+        added = list[Leaf]()
+        for each in adapters.values():
+            added += [
+                Leaf(path, shape, jnp.dtype(jnp.float32), "param", "LoRAParam", is_weight=True)
+                for path, shape in zip(each.paths, each.shapes, strict=True)
+            ]
+            pairs = zip(each.stream, streams, strict=False)
+            added += [Leaf(path, (), dtype, "state", kind) for path, (kind, dtype) in pairs]
+        return replace(self, leaves=(*self.base.leaves, *added), adapters=adapters)
 
     @property
     def num_parameters(self) -> int:
@@ -84,7 +127,9 @@ class ModelLeaves:
         return sum(leaf.size for leaf in self.leaves if leaf.is_weight)
 
     def merge(self, values: Sequence[Any]) -> Any:
-        """Return a model with these leaf values."""
+        """Return a model with these leaf values; adapters are merged into the weights."""
+        if self.adapters:
+            values = self.merged_values(values)
         state: list[tuple[tuple[Any, ...], Any]] = []
         start = 0
         for path, treedef, count in self._entries:
@@ -93,8 +138,29 @@ class ModelLeaves:
         # A copy, because inside a transform NNX refuses to merge state created outside of it.
         return nnx.merge(self._graphdef, nnx.from_flat_state(state), copy=True)
 
-    def values(self, model: Any) -> list[Any]:
-        """Return the leaf values of a model with this structure."""
+    def merged_values(self, values: Sequence[Any]) -> list[Any]:
+        """Return the values of the model's own leaves, with adapters merged into the weights."""
+        by_path = dict(zip((leaf.path for leaf in self.leaves), values, strict=True))
+        dtypes = {leaf.path: leaf.model_dtype for leaf in self.leaves}
+        merged = merge_adapters(list(self.adapters.values()), by_path, dtypes)
+        return [merged[leaf.path] for leaf in self.base.leaves]
+
+    def values(self, model: Any, key: Any = None) -> list[Any]:
+        """Return the leaf values of a model with this structure.
+
+        Args:
+            model: the model.
+            key: draws the initial values of adapters, by default always the same.
+        """
+        own = self._own_values(model)
+        key = jax.random.key(0) if key is None else key
+        own = [
+            value if leaf.dtype == leaf.model_dtype else value.astype(leaf.dtype)
+            for leaf, value in zip(self.base.leaves, own, strict=True)
+        ]
+        return [*own, *(x for each in self.adapters.values() for x in each.initial(key))]
+
+    def _own_values(self, model: Any) -> list[Any]:
         state = dict(_flat_state(model))
         values: list[Any] = []
         for path, _, count in self._entries:
@@ -112,24 +178,27 @@ class ModelLeaves:
         return [i for i, leaf in enumerate(self.leaves) if leaf.role == role]
 
 
-def split_model(model: Any, trainable: Any = nnx.Param) -> ModelLeaves:
+def split_model(model: Any, trained: Trained = nnx.Param) -> ModelLeaves:
     """Describe the leaves of a model, which may be abstract.
 
     Args:
         model: an NNX module, or a dict of them.
-        trainable: an NNX filter that says which variables are trained.
+        trained: an NNX filter that says which variables are trained, or adapters.
     """
     model = _without_intermediates(model)
+    apart = isinstance(trained, Adapted | PathFilter)
+    lora = trained.lora if isinstance(trained, Adapted) else None
+    trainable = trained.also if isinstance(trained, Adapted) else trained
     is_trained: Callable[[Any, Any], bool] = nnx.filterlib.to_predicate(trainable)
     leaves: list[Leaf] = []
     entries: list[_Entry] = []
     for path, value in _flat_state(model):
         arrays, treedef = jax.tree.flatten(value)
         entries.append(_Entry(path, treedef, len(arrays)))
-        trained = is_trained(path, value)
+        has_gradient = is_trained(path, value)
         for number, array in enumerate(arrays):
             suffix = (number,) if len(arrays) > 1 else ()
-            leaves.append(_describe(path + suffix, value, array, trained=trained))
+            leaves.append(_describe(path + suffix, value, array, trained=has_gradient))
     counts = Counter(leaf.path for leaf in leaves)
     if twice := [path for path, count in counts.items() if count > 1]:
         raise UserError(
@@ -137,14 +206,27 @@ def split_model(model: Any, trainable: Any = nnx.Param) -> ModelLeaves:
             why="keys of a dict that print alike, such as 0 and '0', cannot be told apart",
             fix="rename one of the keys",
         )
-    if not any(leaf.role == "param" for leaf in leaves):
+    if isinstance(trainable, PathFilter):
+        weights = [leaf.path for leaf in leaves if leaf.is_weight]
+        check_patterns("training.trainable", trainable.patterns, weights, "parameter")
+    if lora is None and not any(leaf.role == "param" for leaf in leaves):
         raise UserError(
             "the model has no trainable parameters",
             why=f"none of its {len(leaves)} leaves matches the filter {trainable!r}",
             fix="pass trainable= with an NNX filter that matches what should be trained",
         )
     classes = dict.fromkeys(type(module) for _, module in nnx.iter_modules(model))
-    return ModelLeaves(tuple(leaves), tuple(classes), nnx.graphdef(model), tuple(entries))
+    kept = [_kept_as(leaf, lora and lora.base_dtype) for leaf in leaves]
+    graph = nnx.graphdef(model)
+    parts = (tuple(kept), tuple(classes), graph, tuple(entries))
+    return ModelLeaves(*parts, lora=lora, keeps_base=apart)
+
+
+def _kept_as(leaf: Leaf, dtype: str | None) -> Leaf:
+    """Return a leaf in the format that frozen weights are kept in."""
+    if dtype is None or not leaf.is_frozen or leaf.dtype != jnp.float32:
+        return leaf
+    return replace(leaf, dtype=jnp.dtype(dtype), original_dtype=leaf.dtype)
 
 
 def _without_intermediates(model: Any) -> Any:

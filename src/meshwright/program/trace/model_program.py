@@ -89,8 +89,8 @@ class ModelProgram:
         count = len(self._leaves.leaves)
         cast = self._weights - self._changed
         values = [
-            cast_floats(value, jnp.float32, self._compute_dtype) if i in cast else value
-            for i, value in enumerate(inputs[:count])
+            self._in_compute_dtype(leaf, value) if i in cast else value
+            for i, (leaf, value) in enumerate(zip(self._leaves.leaves, inputs, strict=False))
         ]
         model = self._leaves.merge(values)
         follow_policy(model, self._compute_dtype)
@@ -111,6 +111,12 @@ class ModelProgram:
             for i in self._kept()
         ]
         return [*results, *kept]
+
+    def _in_compute_dtype(self, leaf: Leaf, value: Any) -> Any:
+        if leaf.original_dtype is not None:
+            # A frozen weight that is kept in another format than the model has it in.
+            return value.astype(self._compute_dtype or leaf.original_dtype)
+        return cast_floats(value, jnp.float32, self._compute_dtype)
 
     def _kept(self) -> list[int]:
         return [*self._leaves.indices("state"), *self.written]

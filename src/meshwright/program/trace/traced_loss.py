@@ -15,11 +15,13 @@ from meshwright.errors import UserError
 from meshwright.program.evaluate.index_ranges import wrong_indices
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
+from meshwright.program.trace.add_adapters import add_adapters
 from meshwright.program.trace.layout import Layout, stacked_layout
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.model_program import ModelProgram
 from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.replaced_jax import device_reads
+from meshwright.program.trace.without_adapters import refuse_reference
 from meshwright.trees import Batch, check_num_samples
 from meshwright.weighted import Weighted
 
@@ -155,13 +157,24 @@ def trace_function(
     compute_dtype: Any = None,
 ) -> TracedLoss:
     """Trace ``function(model, batch)``, whose list of arrays becomes the program's results."""
-    batch_leaves = _describe_batch(batch)
-    program = ModelProgram(function, model_leaves, jax.tree.structure(batch), compute_dtype)
-    structs = [leaf.struct for leaf in model_leaves.leaves]
+    batch_leaves, base = _describe_batch(batch), model_leaves.base
+    program = ModelProgram(function, base, jax.tree.structure(batch), compute_dtype)
+    structs = [leaf.struct for leaf in base.leaves]
     structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in batch_leaves]
     traced = program.trace(structs)
-    paths = [leaf.path for leaf in model_leaves.leaves]
+    paths = [leaf.path for leaf in base.leaves]
     closed = normalize(traced, paths, program.paths_by_class)
+    if model_leaves.adapters:
+        closed = add_adapters(
+            closed,
+            len(paths),
+            model_leaves.adapters,
+            compute_dtype,
+            new_state_at=len(closed.jaxpr.outvars) - len(program.written),
+            drops=not model_leaves.evaluated,
+        )
+    elif model_leaves.lora is None:
+        refuse_reference(closed)
     layout = stacked_layout(model_leaves.leaves, {})
     return TracedLoss(closed, layout, batch_leaves, (), program.written, tuple(program.remarks))
 

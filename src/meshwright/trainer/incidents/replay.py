@@ -15,7 +15,7 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from meshwright.checkpoint.export import read_groups
-from meshwright.config.schema import Config
+from meshwright.config.schema import Config, LoRA
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import UserModel
 from meshwright.mesh.build import Device
@@ -39,6 +39,7 @@ def replay(
     optimizer: optax.GradientTransformation | None = None,
     clip_norm: float | None = None,
     trainable: Filter = nnx.Param,
+    lora: LoRA | None = None,
     devices: Sequence[Device] | None = None,
 ) -> Replay:
     """Rerun a recorded step, and find where it stops being finite.
@@ -50,13 +51,15 @@ def replay(
         optimizer: its optimizer, needed to compile exactly the same program; without it, the last
             bits of a finite loss may differ.
         clip_norm: its ``clip_norm``, for the same reason.
-        trainable: NNX filter of what is trained.
+        trainable: NNX filter of what is trained, or path patterns.
+        lora: the adapters of the run.
         devices: the devices to run on; all by default. With fewer than the run had, one is used.
     """
     read = read_record(record)
     plan, chosen = _fitting(read.plan, list(devices or jax.devices()))
-    parts = _parts(read, model, loss, optimizer, clip_norm)
-    trainer = Trainer(**parts, trainable=trainable, mesh=plan, devices=chosen)
+    own = _parts(read, model, loss, optimizer, clip_norm)
+    parts: dict[str, Any] = {"trainable": trainable, "lora": lora, **own}
+    trainer = Trainer(**parts, mesh=plan, devices=chosen)
     assembled = trainer.assemble(read.batch)
     values = read_leaves(read.checkpoints, read.step - 1, assembled.model_leaves.leaves)
     scale = _scale(read)
@@ -101,9 +104,11 @@ def _parts(
     """Return what the trainer of a recorded step is made of."""
     config = read.facts["config"]
     if config and model is None and loss is None:
-        recipe = make_recipe(Config.parse(dict(config)), read.plan.batch.global_batch_size)
+        parsed = Config.parse(dict(config))
+        recipe = make_recipe(parsed, read.plan.batch.global_batch_size)
         names = ("model", "loss", "optimizer", "clip_norm")
-        return {name: getattr(recipe, name) for name in names}
+        trained = {"trainable": parsed.training.trainable or nnx.Param, "lora": parsed.lora}
+        return {name: getattr(recipe, name) for name in names} | trained
     if model is None or loss is None:
         missing = "model and loss" if model is None and loss is None else "one of the two"
         raise UserError(

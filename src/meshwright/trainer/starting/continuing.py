@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from meshwright.data.batches import form_of
+from meshwright.data.initial_fields import Table
 from meshwright.errors import ExitCode, UserError
 from meshwright.plan import Plan
 from meshwright.runtime.interrupt import PREEMPTIONS, stop_text
@@ -27,11 +28,13 @@ class Memory:
         result: the result of the last `fit`.
         data: the data of the last `fit`, as given and as read.
         plans: what the planner chose, by samples per batch.
+        tables: what the initial model computed of data, by their fingerprints.
     """
 
     result: FitResult | None = None
     data: tuple[Any, Any] | None = None
     plans: dict[int, Plan] = field(default_factory=dict[int, Plan])
+    tables: dict[str, Table] = field(default_factory=dict[str, Table])
     _programs: tuple[tuple[Any, ...], Programs] | None = None
 
     def programs(self, settings: tuple[Any, ...], batch: Any) -> Programs | None:
@@ -60,7 +63,11 @@ def continued_state(result: FitResult, programs: Programs) -> TrainState:
     before, after = result.programs.form, programs.form
     _check_same(before, after)
     shardings = jax.tree.map(lambda struct: struct.sharding, after.structs)
-    return after.state(jax.device_put(before.copy(result.state), shardings))
+    base = {path: struct.sharding for path, struct in after.base_structs.items()}
+    return after.state(
+        jax.device_put(before.copy(result.state), shardings),
+        jax.device_put(before.base_arrays(result.state), base),
+    )
 
 
 def restored_result(point: ResumePoint, programs: Programs) -> FitResult:

@@ -10,6 +10,7 @@ from meshwright.config.argument_checks import MOST_SAMPLES, check_count
 from meshwright.config.builders import parameters_of
 from meshwright.data.batches import form_of, read_batch
 from meshwright.data.elements import Expected
+from meshwright.data.initial_fields import task_of, with_initial_fields
 from meshwright.data.prompts import as_prompts
 from meshwright.data.protocols import Data
 from meshwright.data.rollout_data import as_rollouts
@@ -48,6 +49,8 @@ def read_fit_data(
         _check_evaluation(eval_data, asked.eval_every, asked.eval_batches)
         by_epochs = asked.duration is not None and asked.duration.epochs is not None
         given = as_rollouts(given.for_training(by_epochs=by_epochs), trainer.task)
+    task = task_of(trainer.loss)
+    given = with_initial_fields(given, task, memory.tables)
     first = first_batch(given, planned if batch_size is None else batch_size)
     if eval_data is not None and trainer.task:
         prompts = as_prompts(eval_data, trainer.task.tokenizer)
@@ -55,6 +58,7 @@ def read_fit_data(
     elif eval_data is not None:
         like = Expected(like=first, training=False)
         held_out = as_data(eval_data, trainer.seed, expected=like)
+        held_out = with_initial_fields(held_out, task, memory.tables)
     return replace(asked, data=given, eval_data=held_out), first
 
 
@@ -79,6 +83,7 @@ def batches_by_step(
     data = as_prompts(data, trainer.task.tokenizer) if trainer.task else data
     given = as_data(data, trainer.seed, expected=Expected(batch_size=batch_size))
     given = as_rollouts(given, trainer.task)
+    given = with_initial_fields(given, task_of(trainer.loss))
     known = planned_batch_size(trainer) if batch_size is None else batch_size
     if known is None and last is not None:
         known = last.assembled.plan.batch.global_batch_size

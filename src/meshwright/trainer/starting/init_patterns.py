@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from meshwright.errors import Setting, UserError
-from meshwright.sharding.rules import matches
+from meshwright.program.jaxpr.names import matches
 from meshwright.weights.hf_folder import listed
 
 _KEY = "model.init_patterns"

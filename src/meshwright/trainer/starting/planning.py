@@ -123,7 +123,7 @@ def estimator_for(settings: TrainerSettings, batch: Batch) -> Estimator:
         settings.loss,
         settings.whole_optimizer,
         batch,
-        trainable=settings.trainable,
+        trainable=settings.trained,
         precision=planned.precision,
     )
 

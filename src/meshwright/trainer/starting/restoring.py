@@ -49,6 +49,7 @@ class Restoring:
 
     Attributes:
         point: the checkpoint that the run resumes from; None for none.
+        asked: how it is trained.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Restoring:
         metadata: RunMetadata,
     ) -> None:
         self.point = start.point
-        self._start, self._asked, self._assembled = start, asked, assembled
+        self._start, self.asked, self._assembled = start, asked, assembled
         self._form, self._metadata = form, metadata
         self._compared = ""
 
@@ -79,7 +80,7 @@ class Restoring:
         point, plan = self.point, self._assembled.plan
         if point is None:
             return []
-        before, now, config = point.metadata.training, self._metadata.training, self._asked.config
+        before, now, config = point.metadata.training, self._metadata.training, self.asked.config
         check_same_average(before, now, point.path)
         check_fits(point, self._form)
         data = self._metadata.data_like(point.metadata)
@@ -89,9 +90,9 @@ class Restoring:
             point.metadata,
             config,
             data=data,
-            num_samples=None if self._asked.data is None else self._asked.data.num_samples,
+            num_samples=None if self.asked.data is None else self.asked.data.num_samples,
             global_batch_size=plan.batch.global_batch_size,
-            accept=self._asked.checkpoint.accept_changes,
+            accept=self.asked.checkpoint.accept_changes,
             others=training_changes(before, now) if from_python and before else (),
         )
         # A config says what changed in it, but not in the code that it names.
@@ -129,14 +130,14 @@ class Restoring:
         if self._compared:
             message += f"; the data are the same (compared: {self._compared})"
         tracker.event("resume", point.step, message, {"checkpoint": str(point.path)})
-        for step, values in earlier_evaluations(point, self._asked.run_dir):
+        for step, values in earlier_evaluations(point, self.asked.run_dir):
             callbacks.call("on_recall", step, values)
         return state
 
     def rewind(self, tracker: Tracker) -> tuple[CheckpointMetadata, TrainState]:
         """Restore the newest sound checkpoint of the run."""
         started_from = self.point
-        self.point = find_resume_point("must", self._asked.run_dir)
+        self.point = find_resume_point("must", self.asked.run_dir)
         state = self._restore(tracker)
         assert self.point is not None
         metadata, self.point = self.point.metadata, started_from
@@ -144,7 +145,7 @@ class Restoring:
 
     def _continue_data(self, point: ResumePoint) -> None:
         """Take data that is read in order to where it was, if the checkpoint says where."""
-        data, position = self._asked.data, point.metadata.data_position
+        data, position = self.asked.data, point.metadata.data_position
         if data is not None and position is not None:
             data.go_to(point.step + count_batches(point.metadata.left_out), position)
 
@@ -153,13 +154,13 @@ class Restoring:
         while True:
             assert self.point is not None
             try:
-                return restore(self.point, self._form)
+                return restore(self.point, self._form, self._start.weights)
             except DamagedCheckpoint as error:
                 if not self.point.same_run:
                     raise
                 warning = set_damaged_aside(self.point.folder, error.damage)
                 tracker.event("warning", 0, warning, {})
-            self.point = find_resume_point("must", self._asked.run_dir)
+            self.point = find_resume_point("must", self.asked.run_dir)
             for warning in [*self.check(), *self.set_damaged_aside()]:
                 tracker.event("warning", 0, warning, {})
 

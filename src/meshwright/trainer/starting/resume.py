@@ -31,6 +31,7 @@ from meshwright.text.json_text import flatten
 from meshwright.text.masking import mask_tree
 from meshwright.tracking.run_files import read_metrics
 from meshwright.trainer.run_dir import refuse_locked
+from meshwright.trainer.trained.base_weights import find_base
 
 FIXED = (
     "model",
@@ -115,8 +116,17 @@ def _is_restarted(run_dir: Path) -> bool:
     return bool(broadcast(own and any(path.name.isdecimal() for path in folder.iterdir())))
 
 
-def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:
-    """Restore a checkpoint onto the devices; raise `DamagedCheckpoint` if it is damaged."""
+def restore(
+    point: ResumePoint, form: CanonicalForm, weights: str | Path | None = None
+) -> TrainState:
+    """Restore a checkpoint onto the devices; raise `DamagedCheckpoint` if it is damaged.
+
+    Args:
+        point: the checkpoint.
+        form: the canonical form of the run's states.
+        weights: where the weights are now that the run does not train; by default where they were.
+    """
+    base = find_base(point.folder) if form.base else None
     reader = CheckpointReader(point.folder)
     saved = reader.shapes(point.step)
     names = {
@@ -128,7 +138,8 @@ def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:
         {g: {names[g][p]: s for p, s in structs.items()} for g, structs in form.structs.items()},
     )
     return form.state(
-        {group: {p: arrays[group][n] for p, n in paths.items()} for group, paths in names.items()}
+        {group: {p: arrays[group][n] for p, n in paths.items()} for group, paths in names.items()},
+        None if base is None else base.place(form.base_structs, weights),
     )
 
 

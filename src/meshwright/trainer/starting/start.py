@@ -8,14 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshwright.checkpoint import read_params
 from meshwright.checkpoint.array_paths import as_named_now
+from meshwright.config.argument_checks import check_path
 from meshwright.data.chat_source import find_template
 from meshwright.data.chat_template import TEMPLATE
 from meshwright.data.document_marks import CONFIG as TOKENIZER_CONFIG
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.inputs.user_model import exists
+from meshwright.program.trace.adapters import merge_adapters
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -24,12 +28,15 @@ from meshwright.trainer.programs import Programs
 from meshwright.trainer.starting.continuing import choose_start, continued_state
 from meshwright.trainer.starting.init_patterns import chosen, proposal, renamed
 from meshwright.trainer.starting.resume import ResumePoint, find_resume_point
+from meshwright.trainer.trained.base_weights import find_base, without_factors
+from meshwright.trainer.trained.export_hf import read_kind
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trainer_settings import TrainerSettings
 from meshwright.weights.hf_folder import describe_differences, open_folder
 from meshwright.weights.hf_model import HfModel, check_numbers
 from meshwright.weights.kept import keep_files, read_kept
 from meshwright.weights.load import load_state, weights_of
+from meshwright.weights.peft_folder import read_peft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,7 @@ class Start:
         remarks: what of a folder of weights is not used.
         source: where the weights come from, in one line; empty if they are random or a run's.
         hf_files: what the run remembers for exports to Hugging Face's format, by name.
+        weights: the Hugging Face folder of the weights; None for none.
     """
 
     state: Callable[[], TrainState]
@@ -53,6 +61,7 @@ class Start:
     remarks: tuple[str, ...] = ()
     source: str = ""
     hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
+    weights: str | Path | None = None
 
 
 def find_start(
@@ -79,7 +88,7 @@ def find_start(
 
     def fresh() -> TrainState:
         if exists(trainer.model):
-            return assembled.adopt(trainer.model)
+            return assembled.adopt(trainer.model, trainer.seed)
         return assembled.init(trainer.seed)
 
     if weights is None:
@@ -91,11 +100,13 @@ def find_start(
         def loaded() -> TrainState:
             return _from_weights(folder, assembled, trainer.seed, hf_files, compare=False).state()
 
-        start = Start(state=fresh, point=point, initial=loaded, hf_files=hf_files)
+        start = Start(state=fresh, point=point, initial=loaded, hf_files=hf_files, weights=weights)
     else:
         # The numbers of what a config or hf_model builds were compared before.
         compare = trainer.weights is not None and not asked.config
         start = _from_weights(weights, assembled, trainer.seed, hf_files, compare=compare)
+    if trainer.lora is not None and trainer.lora.init_from is not None:
+        start = _with_adapters(start, trainer.lora.init_from, asked, assembled)
     if last is None:
         return start
     result, initial = last, start.initial or start.state
@@ -105,6 +116,19 @@ def find_start(
         initial=initial,
         steps=result.steps,
     )
+
+
+def _with_adapters(start: Start, folder: str, asked: FitSettings, assembled: Assembled) -> Start:
+    """Return a start with the adapters of a PEFT folder, which is read before anything compiles."""
+    adapters = list(assembled.model_leaves.adapters.values())
+    kind, _ = read_kind(asked.config, start.hf_files)
+    saved = read_peft(check_path("lora.init_from", folder), kind, adapters)
+
+    def replaced() -> TrainState:
+        values = assembled.canonical(start.state())
+        return assembled.start([saved.get(path, value) for path, value in values.items()])
+
+    return replace(start, state=replaced)
 
 
 def _weights_folder(trainer: TrainerSettings) -> str | Path | None:
@@ -133,7 +157,9 @@ def _from_weights(
             return load_state(found, assembled, seed)
 
     remarks = (found.skipped,) if found.skipped else ()
-    return Start(state=load, remarks=remarks, source=found.summary, hf_files=hf_files)
+    return Start(
+        state=load, remarks=remarks, source=found.summary, hf_files=hf_files, weights=weights
+    )
 
 
 def _hf_files(
@@ -180,9 +206,14 @@ def warm_start(
                 fix=f"write {Setting('model.init_from', ANY)} with a run folder",
             )
         return lambda state: state
-    leaves = {leaf.path: leaf.shape for leaf in assembled.traced.layout.leaves}
-    read = as_named_now(read_params(run, statistics=True), leaves)
-    weights = {leaf.path for leaf in assembled.traced.layout.leaves if leaf.is_weight}
+    own = without_factors({leaf.path: leaf for leaf in assembled.traced.layout.leaves})
+    leaves = {path: leaf.shape for path, leaf in own.items()}
+    read, base = read_params(run, statistics=True), find_base(Path(run))
+    if base is not None:
+        dtypes = dict.fromkeys(base.shapes, np.float32)
+        read = without_factors(merge_adapters(base.adapters, {**base.read(), **read}, dtypes))
+    read = as_named_now(read, leaves)
+    weights = {path for path, leaf in own.items() if leaf.is_weight}
     wanted = chosen(read.keys(), weights, patterns, run)
     saved = renamed(read, patterns)
     have = {path: saved[path].shape for path in saved if path in wanted}

@@ -17,13 +17,17 @@ from meshwright.config.argument_checks import check_kind, check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.processes import barrier, is_main
+from meshwright.program.trace.adapters import Adapter, merge_adapters
 from meshwright.runtime.other_names import also_called
+from meshwright.trainer.trained.base_weights import find_base, without_factors
 from meshwright.trainer.trained.fit_result import FitResult
+from meshwright.trainer.trained.model_card import CARD, model_card
 from meshwright.weights.families import FAMILIES, find_family, read_architecture
 from meshwright.weights.hf_folder import CONFIG
 from meshwright.weights.kept import KeptFiles, read_kept
 from meshwright.weights.write_folder import (
     Exported,
+    ReadArrays,
     Source,
     check_target,
     reading_order,
@@ -66,33 +70,58 @@ def export_hf(
     reader, number = choose_checkpoint(check_path("run", run), step, which)
     metadata = reader.metadata(number)
     kept = read_kept(reader.folder.parent)
-    kind, arguments = _architecture(metadata.config, kept)
-    saved = reader.shapes(number)
-    groups = {path: group for group in ("state", "params") for path in saved.get(group, {})}
+    kind, arguments = read_kind(metadata.config, kept)
+    saved, base = reader.shapes(number), find_base(reader.folder)
+    if base is not None:
+        base.read()  # Compares the digest before anything is written.
+        own = {path: base.shapes[path] for path in base.formats}
+        saved = {**saved, _BASE: own}
+    groups = {path: group for group in ("state", "params", _BASE) for path in saved.get(group, {})}
     placed = [p for p in groups if any(row.match(p) for row in find_family(kind).rows)]
-    wanted = [p for p in groups if groups[p] == "params" or p in placed]
+    wanted = [p for p in without_factors(groups) if groups[p] == "params" or p in placed]
 
-    def read(paths: Sequence[str]) -> dict[str, Any]:
+    def read_saved(paths: Sequence[str]) -> dict[str, Any]:
         by_group: dict[str, list[str]] = {}
         for path in paths:
             by_group.setdefault(groups[path], []).append(path)
+        found = {} if base is None else {_BASE: base.read(by_group.pop(_BASE, []))}
         averages = by_group.pop("params", []) if ema else []
-        found = reader.read(number, by_group) if by_group else {}
+        found |= reader.read(number, by_group) if by_group else {}
         if averages:
             found["params"] = read_averages(reader, number, averages)
         return {path: array for arrays in found.values() for path, array in arrays.items()}
 
     shapes = {path: saved[groups[path]][path] for path in wanted}
-    exported = write_folder(Source(kind, arguments, shapes, read, kept), target, dtype)
+    read = _with_adapters(read_saved, () if base is None else base.adapters)
+    card = model_card(target.name, metadata, reader.folder.parent, base, peft=False)
+    files = {**kept, CARD: card}
+    exported = write_folder(Source(kind, arguments, shapes, read, files), target, dtype)
     _warn_rounded(exported, dtype)
     return exported
+
+
+_BASE = "base"
+"""Where weights are that a run does not train, beside the groups of a checkpoint."""
+
+
+def _with_adapters(read: ReadArrays, adapters: Sequence[Adapter]) -> ReadArrays:
+    """Return what reads arrays with their adapters merged into them."""
+    by_path = {adapter.path: adapter for adapter in adapters}
+
+    def merged(paths: Sequence[str]) -> Mapping[str, Any]:
+        own = [by_path[path] for path in paths if path in by_path]
+        values = read([*paths, *(factor for each in own for factor in each.paths)])
+        dtypes = {adapter.path: np.float32 for adapter in own}
+        return {p: np.asarray(v) for p, v in merge_adapters(own, values, dtypes).items()}
+
+    return merged
 
 
 def _export_result(result: FitResult, target: Path, dtype: str | None) -> Exported | None:
     """Export a state in memory: every process takes part, and the first writes."""
     assembled = result.assembled
     layout = assembled.traced.layout
-    kind, arguments = _architecture(result.metadata.config, result.hf_files)
+    kind, arguments = read_kind(result.metadata.config, result.hf_files)
     whole = NamedSharding(assembled.mesh, PartitionSpec())
     values = assembled.step.leaf_values(result.state)
     places = {
@@ -112,7 +141,11 @@ def _export_result(result: FitResult, target: Path, dtype: str | None) -> Export
         return found
 
     shapes = {leaf.path: leaf.shape for leaf in layout.leaves if leaf.is_weight}
-    source = Source(kind, arguments, shapes, read, result.hf_files)
+    merged = _with_adapters(read, list(assembled.model_leaves.adapters.values()))
+    base = None if result.run_dir is None else find_base(result.run_dir)
+    card = model_card(target.name, result.metadata, result.run_dir, base, peft=False)
+    files = {**result.hf_files, CARD: card}
+    source = Source(kind, arguments, without_factors(shapes), merged, files)
     if is_main():
         exported = write_folder(source, target, dtype)
         _warn_rounded(exported, dtype)
@@ -120,7 +153,7 @@ def _export_result(result: FitResult, target: Path, dtype: str | None) -> Export
         exported = None
         # Arrays are gathered by all processes together, so in the same order.
         for path in reading_order(source):
-            read([path])
+            merged([path])
     barrier("exported")
     return exported
 
@@ -137,7 +170,7 @@ def _warn_rounded(exported: Exported, asked: str | None) -> None:
         )
 
 
-def _architecture(config: Mapping[str, Any], kept: KeptFiles) -> tuple[str, Mapping[str, Any]]:
+def read_kind(config: Mapping[str, Any], kept: KeptFiles) -> tuple[str, Mapping[str, Any]]:
     """Return the kind and the arguments of the model of a run."""
     if config:
         model = Config.parse(dict(config)).model

@@ -31,6 +31,7 @@ from meshwright.trainer.evaluating.evaluation import Evaluator, predict, predict
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.run_dir import write_files
 from meshwright.trainer.run_progress import Stop, StopReason
+from meshwright.trainer.trained.base_weights import keep_base
 from meshwright.weights.kept import HF_FOLDER
 
 
@@ -161,6 +162,9 @@ class FitResult:
                 f"the state could not be saved in {path}", why=first_line(saved.error)
             )
         write_files(folder.parent / HF_FOLDER, self.hf_files)
+        keep_base(
+            folder.parent, self.assembled, self.programs.form, self.state, self.metadata, None
+        )
 
     @property
     def eval_loss(self) -> float | None:

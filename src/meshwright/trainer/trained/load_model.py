@@ -24,6 +24,7 @@ from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
 from meshwright.models import find_builder
+from meshwright.program.trace.adapters import merge_adapters
 from meshwright.program.trace.build_model import ModelSource, describe_model, initial_values
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
@@ -31,6 +32,7 @@ from meshwright.runtime.other_names import also_called
 from meshwright.runtime.user_code import is_users_file
 from meshwright.step.assemble import set_eval_mode
 from meshwright.step.average import no_average
+from meshwright.trainer.trained.base_weights import find_base, without_factors
 from meshwright.trees import from_key_data, is_key, key_data
 from meshwright.weights.families import read_architecture
 from meshwright.weights.hf_folder import CONFIG, describe_differences, is_hf_folder, open_folder
@@ -47,6 +49,7 @@ def load_model(
     step: int | None = None,
     which: Which = "last",
     ema: bool = False,
+    adapters: bool = True,
 ) -> Any:
     """Load the model of a run with its trained parameters, in evaluation mode.
 
@@ -59,6 +62,7 @@ def load_model(
             those that are.
         which: instead of a number: last, or best, the checkpoint with the lowest evaluation loss.
         ema: load the moving average of the parameters (``ema_decay``) instead.
+        adapters: whether the adapters of a run with ``lora`` are merged into the weights.
     """
     path = check_path("run", run)
     hub_name = is_hub_name(str(path)) and not path.parent.exists()
@@ -75,11 +79,11 @@ def load_model(
     folder, named = find_store(path)
     asked = named if step is None else step
     if asked is not None:
-        return _load(folder, asked, model, ema=ema)
+        return _load(folder, asked, model, ema=ema, adapters=adapters)
     damaged: list[Damage] = []
     for newest in reversed(CheckpointReader(folder).steps()):
         try:
-            loaded = _load(folder, newest, model, ema=ema)
+            loaded = _load(folder, newest, model, ema=ema, adapters=adapters)
         except DamagedCheckpoint as error:
             damaged.append(error.damage)
             continue
@@ -90,19 +94,36 @@ def load_model(
     )
 
 
-def _load(folder: Path, step: int, model: Any, *, ema: bool) -> Any:
+def _load(folder: Path, step: int, model: Any, *, ema: bool, adapters: bool) -> Any:
     source = _from_config(folder, step) if model is None else _given(model)
     parts = describe_model(source, ...)
-    loaded = parts.merge(read_leaves(folder, step, parts.leaves, ema=ema))
+    loaded = parts.merge(read_leaves(folder, step, parts.leaves, ema=ema, adapters=adapters))
     set_eval_mode(loaded)
     return loaded
 
 
-def read_leaves(folder: Path, step: int, leaves: Sequence[Leaf], *, ema: bool = False) -> list[Any]:
-    """Return the values of a model's leaves in a checkpoint; raise if it is of another model."""
+def read_leaves(
+    folder: Path,
+    step: int,
+    leaves: Sequence[Leaf],
+    *,
+    ema: bool = False,
+    adapters: bool = True,
+) -> list[Any]:
+    """Return the values of a model's leaves in a checkpoint; raise if it is of another model.
+
+    Adapters are merged into the weights, or left out, unless they are among the leaves.
+    """
     groups = read_groups(folder, ("params", "state"), step=step, ema=ema)
     saved = {path: array for group in groups.values() for path, array in group.items()}
     need = {leaf.path: _stored_shape(leaf) for leaf in leaves}
+    base = find_base(folder)
+    if base is not None:
+        saved |= base.read()
+        if base.adapters and not any(path in need for path in base.adapters[0].paths):
+            dtypes = {leaf.path: leaf.dtype for leaf in leaves}
+            merged = merge_adapters(base.adapters, saved, dtypes) if adapters else saved
+            saved = without_factors(merged)
     saved = as_named_now(saved, need)
     differences = describe_differences({p: a.shape for p, a in saved.items()}, need)
     if differences:

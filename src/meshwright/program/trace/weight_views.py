@@ -1,0 +1,188 @@
+"""Weights seen through casts, reshapes and slices, each with the two factors of its adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.program.jaxpr.equations import Equation, aval_of
+from meshwright.program.trace.adapters import Adapter
+
+Dims = tuple[frozenset[int], ...]
+"""For each dim of a value, the dims of the weight that it is made of."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A value that is a weight, cast or rearranged, and its adapter's factors rearranged alike.
+
+    Attributes:
+        leaf: the number of the weight.
+        shape: the shape of the value.
+        dims: what its dims are made of.
+        adapter: the adapter of the weight; None while its uses are looked for.
+        a: the factor of the inputs: the value's dims that are inputs or batch, then the rank.
+        b: the factor of the outputs: the value's dims that are outputs or batch, then the rank.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    dims: Dims
+    adapter: Adapter | None = None
+    a: Any = None
+    b: Any = None
+
+    def sides(self) -> list[tuple[str, Any, list[int]]]:
+        """Return the factors, each with the value's dims that it has."""
+        if self.adapter is None:
+            return []
+        kinds = [self.adapter.kind(dim) for dim in self.dims]
+        pairs = (("a", self.a, "input"), ("b", self.b, "output"))
+        return [
+            (name, array, [d for d, kind in enumerate(kinds) if kind in (own, "batch")])
+            for name, array, own in pairs
+        ]
+
+    def row(self, a: Any, b: Any) -> View:
+        """Return the view of one row, which a loop gets of a stack."""
+        return replace(self, shape=self.shape[1:], dims=self.dims[1:], a=a, b=b)
+
+
+def moved(view: View, eqn: Equation, others: Sequence[Any]) -> View | None:
+    """Return the view that an equation makes of another; None if it computes something else.
+
+    Args:
+        view: its first operand.
+        eqn: the equation.
+        others: the values of its other operands.
+    """
+    shape = tuple(aval_of(eqn.outvars[0]).shape)
+    name = eqn.primitive.name
+    if name in _SAME:
+        return view
+    if name == "transpose":
+        return _transposed(view, tuple(eqn.params["permutation"]))
+    if name in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim"):
+        dimensions = eqn.params.get("broadcast_dimensions", ())
+        plain = eqn.params.get("dimensions") is None or name == "squeeze"
+        is_same = sorted(dimensions) == list(dimensions) and plain
+        return _reshaped(view, shape) if is_same and _count(shape) == _count(view.shape) else None
+    if name in _SLICES:
+        cuts = {n: _SLICES[name](eqn.params, others, dims)(x) for n, x, dims in view.sides()}
+        return replace(view, shape=shape, **cuts)
+    return None
+
+
+def pieces(view: View, eqn: Equation) -> list[View]:
+    """Return the views that an equation makes of another by cutting it along one dim."""
+    axis, stop, found = eqn.params["axis"], 0, list[View]()
+    for size in eqn.params["sizes"]:
+        start, stop = stop, stop + size
+        cuts = {
+            name: jax.lax.slice_in_dim(array, start, stop, axis=dims.index(axis))
+            for name, array, dims in view.sides()
+            if axis in dims
+        }
+        shape = tuple(size if d == axis else own for d, own in enumerate(view.shape))
+        found.append(replace(view, shape=shape, **cuts))
+    return found
+
+
+_SAME = frozenset({"convert_element_type", "copy", "reduce_precision", "sharding_constraint"})
+"""Primitives whose result is their operand, perhaps rounded or placed."""
+
+
+def _slice(params: Mapping[str, Any], _: Sequence[Any], dims: Sequence[int]) -> Callable[..., Any]:
+    strides = params["strides"] or (1,) * len(params["start_indices"])
+    starts, limits = params["start_indices"], params["limit_indices"]
+
+    def cut(factor: Any) -> Any:
+        return jax.lax.slice(
+            factor,
+            [*(starts[d] for d in dims), 0],
+            [*(limits[d] for d in dims), factor.shape[-1]],
+            [*(strides[d] for d in dims), 1],
+        )
+
+    return cut
+
+
+def _dynamic(
+    params: Mapping[str, Any], starts: Sequence[Any], dims: Sequence[int]
+) -> Callable[..., Any]:
+    def cut(factor: Any) -> Any:
+        zero = jnp.zeros_like(starts[0])
+        sizes = [*(params["slice_sizes"][d] for d in dims), factor.shape[-1]]
+        return jax.lax.dynamic_slice(factor, [*(starts[d] for d in dims), zero], sizes)
+
+    return cut
+
+
+def _reversed(
+    params: Mapping[str, Any], _: Sequence[Any], dims: Sequence[int]
+) -> Callable[..., Any]:
+    flipped = [n for n, d in enumerate(dims) if d in params["dimensions"]]
+    return lambda factor: jax.lax.rev(factor, flipped)
+
+
+_SLICES: dict[str, Callable[..., Callable[..., Any]]] = {
+    "slice": _slice,
+    "dynamic_slice": _dynamic,
+    "rev": _reversed,
+}
+
+
+def _transposed(view: View, order: tuple[int, ...]) -> View:
+    def permuted(array: Any, dims: list[int]) -> Any:
+        kept = [dims.index(d) for d in order if d in dims]
+        return jnp.transpose(array, (*kept, len(dims)))
+
+    return replace(
+        view,
+        shape=tuple(view.shape[d] for d in order),
+        dims=tuple(view.dims[d] for d in order),
+        **{name: permuted(array, dims) for name, array, dims in view.sides()},
+    )
+
+
+def _reshaped(view: View, shape: tuple[int, ...]) -> View | None:
+    dims: list[frozenset[int]] = [frozenset()] * len(shape)
+    for old, new in _groups(view.shape, shape):
+        made_of = frozenset[int]().union(*(view.dims[d] for d in old))
+        dims = [made_of if d in new else known for d, known in enumerate(dims)]
+    after = replace(view, shape=shape, dims=tuple(dims))
+    factors: dict[str, Any] = {}
+    for name, array, own in after.sides():
+        target = (*(shape[d] for d in own), array.shape[-1])
+        if _count(target) != array.size:
+            return None
+        factors[name] = jnp.reshape(array, target)
+    return replace(after, **factors)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return which dims of a shape become which dims of another; those of size 1 are left out."""
+    rest = [d for d, size in enumerate(old) if size != 1]
+    others = [d for d, size in enumerate(new) if size != 1]
+    groups: list[tuple[list[int], list[int]]] = []
+    while rest and others:
+        left, right = [rest.pop(0)], [others.pop(0)]
+        while (before := _size(old, left)) != (after := _size(new, right)):
+            (left if before < after else right).append((rest if before < after else others).pop(0))
+        groups.append((left, right))
+    return groups
+
+
+def _size(shape: Sequence[int], dims: Collection[int]) -> int:
+    return _count([shape[d] for d in dims])
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
