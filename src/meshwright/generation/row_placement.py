@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -88,7 +88,7 @@ class RowPlacement:
             devices = set(self.mesh.devices.flat)
             elsewhere = any(w.sharding.device_set != devices for w in weights)
             given = jax.device_put(weights, shardings) if elsewhere else weights
-            placed = jax.jit(partial(_cast_all, dtypes), out_shardings=shardings)(given)
+            placed = _placing(tuple(dtypes), tuple(shardings))(given)
         return nnx.merge(graphdef, jax.tree.unflatten(tree, placed)), remark
 
     def _gathered(self, weight: Array) -> NamedSharding | None:
@@ -122,6 +122,12 @@ def placement_of(weights: Sequence[Array], mesh: Mesh | None = None) -> RowPlace
         if mesh is None and isinstance(sharding, NamedSharding):
             mesh = sharding.mesh if isinstance(sharding.mesh, Mesh) else None
     return RowPlacement(mesh if mesh is not None and mesh.size > 1 else None)
+
+
+@lru_cache(maxsize=8)
+def _placing(dtypes: tuple[Any, ...], shardings: tuple[Any, ...]) -> Callable[..., list[Array]]:
+    """Return what casts and gathers weights; compiled once, since training calls it often."""
+    return jax.jit(partial(_cast_all, dtypes), out_shardings=list(shardings))
 
 
 def _over_tensor(axes: Any) -> Any:
