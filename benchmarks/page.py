@@ -510,8 +510,13 @@ def gpu_lora(record: dict[str, Any]) -> list[str]:
     """One row for each side, and the ratios."""
     (row,) = record["rows"]
     rows = [
-        [side, f"{row[side]['tokens_per_second']:,}", f"{row[side]['ms']:.1f} ms"]
-        + [f"{row[side]['peak_gib']:.1f} GiB", f"{row[side]['joules_per_1000']:.2f}"]
+        [
+            side,
+            f"{row[side]['tokens_per_second']:,}",
+            f"{row[side]['ms']:.1f} ms",
+            f"{row[side]['peak_gib']:.1f} GiB",
+            f"{row[side]['joules_per_1000']:.2f}",
+        ]
         for side in ("full", "lora", "transformers")
     ]
     heads = ("side", "tokens/s", "step", "peak memory", "joules per 1000 tokens")

@@ -26,7 +26,7 @@ NEIGHBOURS = {
 
 BESIDE = {
     "models": set[str](),
-    "tasks": {"errors", "program", "weighted"},
+    "tasks": {"config", "errors", "program", "weighted"},
     "distributed": {
         "errors",
         "weighted",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.tasks.dpo import DPO
+    from meshwright.tasks.grpo import GRPO
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
     from meshwright.trainer.incidents.replay import replay
     from meshwright.trainer.trained.export_hf import export_hf
@@ -50,6 +51,7 @@ _NAMES = {
     "Config": "meshwright.config.schema",
     "DPO": "meshwright.tasks.dpo",
     "EarlyStopping": "meshwright.trainer",
+    "GRPO": "meshwright.tasks.grpo",
     "LoRA": "meshwright.config.schema",
     "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
@@ -84,6 +86,7 @@ _NAMES = {
 
 __all__ = [
     "DPO",
+    "GRPO",
     "ArraySource",
     "Callback",
     "ChatData",

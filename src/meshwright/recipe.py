@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -29,6 +29,7 @@ from meshwright.config.schema import Config, OptimizerConfig
 from meshwright.data.batches import read_batch
 from meshwright.data.config_data import ConfigData
 from meshwright.data.protocols import Data
+from meshwright.data.rollout_data import as_rollouts
 from meshwright.errors import ANY, MeshwrightError, Setting, UserError
 from meshwright.inputs.checks import check_rows
 from meshwright.inputs.user_model import call_with_rngs, model_source
@@ -39,14 +40,18 @@ from meshwright.plan import Plan
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
 from meshwright.program.trace.trained_leaves import Trained, trained_by
+from meshwright.rewards.reward_set import read_rewards
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing, explaining_axis_names, whole_traceback
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.average import with_average
+from meshwright.tasks.grpo import GRPO
 from meshwright.tasks.language_modeling import accepted_names
 from meshwright.trees import Batch
 
-_SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
+_SHARED_SIZES = (
+    "vocab_size", "context_length", "input_name", "input_shape", "num_classes", "for_prompts",
+)  # fmt: skip
 """Sizes that the data take from the task or, if it has none, from the model."""
 
 LONGEST_ROW = 2048
@@ -93,7 +98,7 @@ class Recipe:
     @property
     def data(self) -> Data:
         """The data to train on."""
-        return self.config_data.train
+        return as_rollouts(self.config_data.train, self.task)
 
     @property
     def eval_data(self) -> Data | None:
@@ -138,7 +143,8 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
     steps = None
     # A constant learning rate does not depend on the data, which may be given later.
     if duration.seconds is None and config.optimizer.schedule != "constant":
-        samples = None if duration.epochs is None else config_data.train.num_samples
+        data = as_rollouts(config_data.train, task) if duration.epochs is not None else None
+        samples = None if data is None else data.num_samples
         steps = duration.total_steps(num_samples=samples, batch_size=global_batch_size)
     rate = learning_rate(config, global_batch_size, steps)
     return Recipe(
@@ -189,8 +195,15 @@ def model_builder(config: Config) -> ModelSource:
 def make_task(config: Config) -> HasLoss:
     """Return the task; sizes it shares with the model default to the model's."""
     builder = find_builder("task", config.task.kind, tasks.TASK_KINDS, tasks.find_task)
-    accepted = parameters_of(builder)
-    shared = {name: size for name, size in _shared_sizes(config).items() if name in accepted}
+    accepted: Collection[str] = parameters_of(builder)
+    known = _shared_sizes(config)
+    if isinstance(builder, type) and issubclass(builder, GRPO):
+        own = {**_defaults(_model_class(config)), **config.model.arguments()}
+        known["context_length"] = own.get("context_length")
+        known |= {**config.grpo.model_dump(), **config.generation.model_dump()}
+        known["reward_names"] = read_rewards(config.grpo.rewards, config.grpo.reward_weights).names
+        accepted = builder.model_fields
+    shared = {name: value for name, value in known.items() if name in accepted}
     return read_task(config.task.kind, builder, {**shared, **config.task.arguments()})
 
 

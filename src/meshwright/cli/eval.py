@@ -1,4 +1,4 @@
-"""`meshwright eval`: how well a model predicts the text of a file."""
+"""`meshwright eval`: how well a model predicts the text of a file, or completes its prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
+from meshwright.cli.reward_eval import run_with_rewards
 from meshwright.cli.text_model import open_model, read_lines, read_text
 from meshwright.errors import ExitCode
 from meshwright.runtime.activity import activity
@@ -18,6 +19,8 @@ LONGEST = 1024
 def run(arguments: Arguments, output: Output) -> int:
     """Score the file, and print nats and bits per token and byte."""
     path, file = arguments.words("a run or a folder", "a file", example="RUN text.txt")
+    if arguments.has("--rewards"):
+        return run_with_rewards(arguments, output, path, file)
     documents = read_documents(Path(file))
     from meshwright.generation.generate import UNLIMITED, make_generator
     from meshwright.generation.text_scores import score_documents

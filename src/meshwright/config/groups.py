@@ -11,7 +11,7 @@ CONF_DIR = Path(__file__).parent.parent / "conf"
 
 GROUPS = (
     "model", "task", "data", "optimizer", "training", "mesh", "sharding", "pipeline",
-    "precision", "checkpoint", "tracking", "run", "experiment",
+    "precision", "checkpoint", "tracking", "run", "grpo", "generation", "experiment",
 )  # fmt: skip
 
 

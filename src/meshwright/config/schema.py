@@ -18,6 +18,7 @@ from pydantic import (
 
 from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
+from meshwright.config.reward_sections import GenerationConfig, GrpoConfig
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import is_local, parse_hardware
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
@@ -87,7 +88,8 @@ class TaskConfig(KindConfig):
     """The task: a built-in kind, or your own as ``package.module:function``.
 
     Attributes:
-        kind: language_modeling, classification, reconstruction or ``package.module:function``.
+        kind: language_modeling, classification, reconstruction, grpo or
+            ``package.module:function``.
     """
 
 
@@ -458,6 +460,8 @@ class Config(Frozen):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     run: RunConfig = RunConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    generation: GenerationConfig = GenerationConfig()
     simulate: int | None = Field(default=None, ge=1, le=1024)
     hardware: str | None = None
     plan: str | None = None

@@ -105,7 +105,14 @@ def chat_source(
     check_vocabulary(loaded, vocab_size)
     found = find_template(template, tokenizer, template_arguments)
     encoder = ChatEncoder(loaded, found, loss_on)
-    apart = packing == "best_fit" or (packing == "auto" and takes_segments is True)
+    apart = _packs(packing, takes_segments)
+    fields = ChatFields(messages, prompt, completion, text)
+    corpus = _corpus(path, records, fields, encoder, on_corrupt)
+    return _rows(corpus, encoder, cache_dir, sequence_length, too_long, apart)
+
+
+def _packs(packing: ChatPacking, takes_segments: bool | None) -> bool:
+    """Return whether several conversations share a row, and say why not."""
     apart_by = "`segment_ids`, by which it would tell several in a row apart"
     why = f"the model's call takes no {apart_by}"
     if packing == "best_fit" and takes_segments is False:
@@ -114,12 +121,11 @@ def chat_source(
             why=why,
             fix=f"write {Setting('data.packing', 'none')}, or give its call this parameter",
         )
+    apart = packing == "best_fit" or (packing == "auto" and takes_segments is True)
     if packing == "auto" and not apart:
         unknown = f"it is not known whether the model's call takes {apart_by}"
         tell(f"conversations have a row each: {unknown if takes_segments is None else why}")
-    fields = ChatFields(messages, prompt, completion, text)
-    corpus = _corpus(path, records, fields, encoder, on_corrupt)
-    return _rows(corpus, encoder, cache_dir, sequence_length, too_long, apart)
+    return apart
 
 
 ChatData = chat_source

@@ -38,6 +38,8 @@ _SOURCES = {
     "arrays": "arrays:array_files",
     "images": "images:image_source",
     "digits": "digits:DigitSource",
+    "prompts": "prompts:prompt_source",
+    "sums": "prompts:SumSource",
     "preference": "preference:preference_source",
 }
 

@@ -69,6 +69,7 @@ def load_batches(
     # Most commands read no data, and Grain takes long to import.
     import grain
 
+    prefetch = prefetch if data.read_ahead else 0
     steps = grain.MapDataset.range(start, sys.maxsize if stop is None else stop)
     batches = steps.map(_Read(data, batch_size, rows))
     workers = 0 if data.sequential else workers

@@ -122,12 +122,6 @@ def preference_source(
     reader, files = chat_files(str(pair_file()) if given is None else given)
     name = "the records" if path is None else str(Setting("data.path", path))
 
-    def finish(pairs: list[list[ChatText]]) -> Sequence[Document]:
-        rows = encoder.rows([text for pair in pairs for text in pair])
-        # Nothing comes before the first token, so it is never learned.
-        learned = [row.mask & (np.arange(len(row.mask)) > 0) for row in rows]
-        return [np.where(own, ~row.ids, row.ids) for row, own in zip(rows, learned, strict=True)]
-
     corpus = Corpus(
         name="sentences with right and wrong verbs" if built_in else name,
         files=files,
@@ -135,7 +129,11 @@ def preference_source(
         dtype=np.int32,
         settings=("preference", loaded.fingerprint(), encoder.template),
         read=lambda position: document_blocks(
-            reader, files, position, lambda record: _read(record, encoder), finish
+            reader,
+            files,
+            position,
+            lambda record: _read(record, encoder),
+            lambda pairs: _marked(pairs, encoder),
         ),
         on_corrupt=on_corrupt,
         wrong=("is not a pair of answers", "correct the record"),
@@ -145,6 +143,14 @@ def preference_source(
     kept = _fitting(tokens, boundaries, sequence_length + 1, too_long, corpus.name)
     rows = PreferenceRows(tokens, boundaries, kept, sequence_length, corpus.name, loaded)
     return with_count(rows, corrupt)
+
+
+def _marked(pairs: list[list[ChatText]], encoder: ChatEncoder) -> Sequence[Document]:
+    """Return the tokens of both answers of each pair; those that are learned are inverted."""
+    rows = encoder.rows([text for pair in pairs for text in pair])
+    # Nothing comes before the first token, so it is never learned.
+    learned = [row.mask & (np.arange(len(row.mask)) > 0) for row in rows]
+    return [np.where(own, ~row.ids, row.ids) for row, own in zip(rows, learned, strict=True)]
 
 
 PreferenceData = preference_source

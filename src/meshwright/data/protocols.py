@@ -29,6 +29,7 @@ class Data(ABC):
     Attributes:
         any_batch_size: whether batches of any size can be read; otherwise the data bring theirs.
         forward_only: whether batches can only be read in order, and reading continues where it was.
+        read_ahead: whether batches can be read before the steps before them are done.
         samples: whether the data are read as samples, in order, which are stacked into batches.
         order: what to say about the order of a resumed run; empty if it is always the same.
         eval_batches: batches of an evaluation if the user names no number; None for all.
@@ -36,6 +37,7 @@ class Data(ABC):
 
     any_batch_size: ClassVar[bool] = True
     forward_only: ClassVar[bool] = False
+    read_ahead: ClassVar[bool] = True
     samples: bool = False
     order: str = ""
     eval_batches: ClassVar[int | None] = None

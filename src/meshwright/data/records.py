@@ -146,7 +146,7 @@ def _documents(records: RecordFiles, files: Sequence[Path]) -> Source:
 def _first_value(records: RecordFiles, files: Sequence[Path]) -> Any:
     """Return the field of the first whole record, which tells text from token ids."""
     corrupt = CorruptRecords(records.on_corrupt)
-    for where, record in _parsed(records, files, corrupt):
+    for where, record in parsed_records(records, files, corrupt):
         try:
             return field_of(record, records.field)
         except ValueError as error:
@@ -189,7 +189,7 @@ def document_blocks(
         start = []
 
 
-def _parsed(
+def parsed_records(
     records: RecordFiles, files: Sequence[Path], corrupt: CorruptRecords
 ) -> Iterator[tuple[str, Any]]:
     """Yield where each record is, and the record."""
@@ -209,7 +209,7 @@ def _arrays(records: RecordFiles, files: Sequence[Path]) -> Source:
     corrupt = CorruptRecords(records.on_corrupt)
     names = records.fields or []
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
-    for where, record in _parsed(records, files, corrupt):
+    for where, record in parsed_records(records, files, corrupt):
         try:
             values = {name: _numbers(field_of(record, name), name) for name in names}
             for name, value in values.items():

@@ -15,7 +15,7 @@ def shown_rows(data: Data, count: int = 3) -> list[list[tuple[str, bool]]]:
     Rows of which everything is learned are not shown.
     """
     tokenizer = data.tokenizer
-    if tokenizer is None or data.forward_only:
+    if tokenizer is None or data.forward_only or not data.read_ahead:
         return []
     batch = data.batch(0, count)
     if not isinstance(batch, dict) or not {"tokens", "mask"} <= batch.keys():

@@ -78,6 +78,7 @@ def _newest(run: Path) -> tuple[float, str]:
 MAX_POINTS = 2000
 """Points of one curve on a page; a longer curve is reduced to the extremes of each interval."""
 MAX_EVENTS = 1000
+MAX_COMPLETIONS = 64
 
 Points = list[tuple[int, float | None]]
 
@@ -102,9 +103,22 @@ def read_run(folder: Path) -> dict[str, Any]:
         "ledger": ledger if isinstance(ledger, dict) else None,
         "samples": samples if isinstance(samples, list) else [],
         "config": _config(folder),
+        "completions": _completions(folder),
         "events": events,
         "failure": _failure(events, facts),
     }
+
+
+def _completions(folder: Path) -> list[dict[str, Any]]:
+    """Return completions of the newest rollout, each with its reward; empty without any."""
+    files = sorted((folder / "completions").glob("*.jsonl"))
+    lines = list(read_lines(files[-1]))[:MAX_COMPLETIONS] if files else []
+    keys = ("prompt", "completion", "reward", "advantage")
+    shown = [{key: line.get(key) for key in keys} for line in lines]
+    return [
+        {key: v if isinstance(v, str | float | int | None) else str(v) for key, v in each.items()}
+        for each in shown
+    ]
 
 
 def read_curves(path: Path) -> list[dict[str, Any]]:

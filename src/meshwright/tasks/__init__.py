@@ -9,6 +9,7 @@ _TASKS = {
     "language_modeling": "LanguageModeling",
     "classification": "Classification",
     "reconstruction": "Reconstruction",
+    "grpo": "GRPO",
     "dpo": "DPO",
 }
 

@@ -52,6 +52,11 @@ class CallbackContext:
         return self._assembled.snapshot(self._current)
 
     @property
+    def state(self) -> TrainState:
+        """The training state after `step` steps, whose arrays the next step reuses."""
+        return self._current
+
+    @property
     def _current(self) -> TrainState:
         if self._state is None:
             raise RuntimeError("the model can be read during training only")
@@ -173,7 +178,7 @@ class EarlyStopping(Callback):
 
 def _better(metric: str) -> str:
     """Return whether lower or higher values of a metric are better, by its name."""
-    return "max" if "accuracy" in metric.lower() else "min"
+    return "max" if metric.lower().startswith("reward") or "accuracy" in metric.lower() else "min"
 
 
 class OnMetrics(Callback):

@@ -24,6 +24,7 @@ from meshwright.trainer.incidents.not_finite import BadStep, FiniteCheck
 from meshwright.trainer.incidents.recovery import Recovery
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.programs import StepFunction
+from meshwright.trainer.rollouts.reward_evaluator import RewardEvaluator
 from meshwright.trainer.run_log import RunLog
 from meshwright.trainer.run_progress import (
     ALL_DONE,
@@ -79,7 +80,7 @@ class Loop:
     callbacks: Callbacks
     checkpointer: Checkpointer
     profiling: NoProfiling
-    evaluator: Evaluator | None
+    evaluator: Evaluator | RewardEvaluator | None
     eval_every: int | None
     sample: Callable[[TrainState], str | None]
     sample_every: int | None
@@ -220,7 +221,8 @@ class Loop:
         progress.losses[step] = values["loss"]
         self.context.metrics = values
         self.log.tracker.log("train", step, values)
-        if step == 1 and values["grad_norm"] == 0:
+        # Completions may all have the same reward.
+        if step == 1 and values["grad_norm"] == 0 and not values.get("zero_variance"):
             self.log.tracker.event("warning", step, NO_GRADIENT, {})
         run_log_hooks(step)
         self.callbacks.call("on_log", step, values)

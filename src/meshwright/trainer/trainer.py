@@ -66,6 +66,7 @@ class Trainer(SteppingTrainer):
             model; or a Linen module.
         loss: ``loss(model, batch)``: a scalar mean, or `Weighted(total, weight)`; optionally with
             a dict of metrics.
+        task: instead of a loss, what to learn from rewards: `GRPO`.
         optimizer: any optax transformation.
         eval_loss: what evaluations compute instead of the loss, in the same form: for example
             without label smoothing, or with further metrics. Early stopping and the best

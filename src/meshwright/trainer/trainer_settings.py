@@ -47,12 +47,19 @@ from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.program.trace.trained_leaves import Trained, trained_by
+from meshwright.rewards.reward_set import read_rewards
 from meshwright.step.average import check_decay, with_average
+from meshwright.tasks.grpo import GRPO
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.incidents.not_finite import check_policy
 from meshwright.weights.hf_model import check_one_folder
 
 MOST_SEED = 2**32 - 1
+
+
+def no_loss(model: Any, batch: Any) -> Any:
+    """Stand for a loss that is not given."""
+    raise AssertionError
 
 
 @dataclass(kw_only=True)
@@ -64,7 +71,8 @@ class TrainerSettings:
     """
 
     model: UserModel
-    loss: Loss
+    loss: Loss = no_loss
+    task: GRPO | None = None
     optimizer: optax.GradientTransformation
     eval_loss: Loss | None = None
     mesh: str | Mapping[str, int] | Plan = ""
@@ -93,6 +101,7 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         self.defaults = FitSettings()
+        self._read_task()
         check_loss(self.loss)
         if self.eval_loss is not None:
             check_loss(self.eval_loss, "eval_loss")
@@ -119,6 +128,21 @@ class TrainerSettings:
         if self.compilation_cache is not None and not isinstance(self.compilation_cache, bool):
             check_path("compilation_cache", self.compilation_cache)
         read_pipeline(self.pipeline)
+
+    def _read_task(self) -> None:
+        """Take the loss from the task, if there is one."""
+        if self.task is None:
+            if self.loss is no_loss:
+                raise UserError("there is no loss", fix="write loss=…, or task=mw.GRPO(…)")
+            return
+        check_kind("task", self.task, GRPO, "write task=mw.GRPO(rewards=…)")
+        own = self.task
+        if not own.reward_names:
+            names = read_rewards(own.rewards, own.reward_weights).names
+            self.task = own = own.model_copy(update={"reward_names": names})
+        if self.loss not in (no_loss, own.loss):
+            raise UserError("loss and task are both given", fix="leave out one of them")
+        self.loss = own.loss
 
     @property
     def whole_optimizer(self) -> optax.GradientTransformation:

@@ -16,6 +16,7 @@ from meshwright.data.batches import form_of
 from meshwright.data.document_marks import named_ends
 from meshwright.data.mixture import MixtureData
 from meshwright.data.protocols import Data
+from meshwright.data.rollout_data import RolloutData
 from meshwright.errors import (
     ANY,
     NotFinite,
@@ -57,6 +58,8 @@ from meshwright.trainer.programs import (
     compile_step,
     refuse_deviations,
 )
+from meshwright.trainer.rollouts.reward_evaluator import RewardEvaluator
+from meshwright.trainer.rollouts.rollout import Rollouts
 from meshwright.trainer.run_dir import RunLock, check_disk_space, make_run_folder, write_files
 from meshwright.trainer.run_log import (
     RunLog,
@@ -122,12 +125,13 @@ class TrainingRun:
         _check_early_stopping(asked, programs)
         check_tracking(asked.tracking, self._run_dir)
         self._steps = _count_steps(self._duration, self._data, self._plan)
-        self._evaluator = self._make_evaluator()
         self._progress = Progress()
         kept = asked.run_dir is not None or start.point is not None
         training = broadcast(training_facts(trainer, self._assembled)) if kept else {}
         run = "" if asked.run_dir is None else run_id(asked.run_dir, start.point)
         self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress, training, run)
+        self._rollouts = self._make_rollouts(run)
+        self._evaluator = self._make_evaluator()
         self._restoring = Restoring(start, asked, self._assembled, self._form, self._metadata)
         _check_rewinding(trainer.on_nonfinite, asked)
         self._warnings = [
@@ -140,6 +144,7 @@ class TrainingRun:
             *self._check_sharding(),
             *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
+            *filter(None, [self._rollouts.rewards.note if self._rollouts else ""]),
         ]
 
     def run(self) -> FitResult:
@@ -260,7 +265,7 @@ class TrainingRun:
             compiled.ledger,
             self._plan,
             before=self._restoring.steps_before,
-            note="" if self._evaluator is None else self._evaluator.samples.note(),
+            note="" if self._evaluator is None else self._evaluator.note(),
         )
         log.samples(self._data)
 
@@ -314,6 +319,8 @@ class TrainingRun:
             like=form_of(self._batch),
         )
         limits = self._make_limits(interrupt)
+        if self._rollouts is not None:
+            self._rollouts.tracker = log.tracker
         feed = BatchFeed(loader, self._progress.left_out, limits.end_of_data)
         recovery = Recovery(
             trainer,
@@ -361,10 +368,33 @@ class TrainingRun:
             whole_data=duration.epochs is not None,
         )
 
-    def _make_evaluator(self) -> Evaluator | None:
+    def _make_rollouts(self, run: str) -> Rollouts | None:
+        if not isinstance(self._data, RolloutData):
+            return None
+        start = self._start
+        rollouts = Rollouts(
+            self._data,
+            self._programs,
+            current=lambda: self._context.state,
+            initial=start.initial or start.state,
+            seed=self._trainer.seed,
+            run_dir=self._run_dir,
+            run=run,
+            ends=[token for token, _ in named_ends(start.hf_files.get)],
+            weights=self._trainer.weights,
+            log_every=self._trainer.log_every,
+        )
+        for prompts in filter(None, (self._data.prompts, self._asked.eval_data)):
+            rollouts.check(prompts)
+        return rollouts
+
+    def _make_evaluator(self) -> Evaluator | RewardEvaluator | None:
         asked, ema = self._asked, self._trainer.eval_ema
         if asked.eval_data is None:
             return None
+        if self._rollouts is not None:
+            most = asked.eval_batches and asked.eval_batches * self._plan.batch.global_batch_size
+            return RewardEvaluator(self._rollouts, asked.eval_data, most)
         evaluator = Evaluator(self._programs, asked.eval_data, limit=asked.eval_batches, ema=ema)
         evaluator.check()
         return evaluator

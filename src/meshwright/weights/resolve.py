@@ -14,10 +14,12 @@ from meshwright.weights.hf_folder import CONFIG, TOKENIZER, Folder, open_folder
 KIND = "hf"
 """The kind of a model whose folder says what it is."""
 
-BYTES_WITHOUT_TOKENIZER = ("text", "jsonl", "parquet", "array_record", "chat", "preference")
+BYTES_WITHOUT_TOKENIZER = (
+    "text", "jsonl", "parquet", "array_record", "chat", "preference", "prompts", "sums",
+)  # fmt: skip
 """Kinds of data whose text is read as bytes without a tokenizer."""
 
-_TOKENIZED = (*BYTES_WITHOUT_TOKENIZER, "tokens", "mixture")
+_TOKENIZED = (*BYTES_WITHOUT_TOKENIZER[:-1], "tokens", "mixture")
 """Kinds of data that take a tokenizer."""
 
 

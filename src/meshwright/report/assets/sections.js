@@ -131,7 +131,19 @@ function factsSection(runs) {
       sideBySide("Summary of the runs", runs, FACTS),
     samples.map((run) => h("details", {}, h("summary", {}, `Generated sample${runs.length > 1 ? `, ${run.label}` : ""}`),
       h("pre", {}, words(run.result.sample)))),
+    runs.filter((run) => run.completions?.length).map(completionsTable),
   ].flat();
+}
+
+function completionsTable(run) {
+  const rows = run.completions;
+  const table = dataTable({ caption: "Completions of the last rollout", rows, filter: rows.length > 12, columns: [
+    { title: "prompt", value: (row) => words(row.prompt), cell: (row) => words(row.prompt), style: "long" },
+    { title: "completion", value: (row) => words(row.completion), cell: (row) => words(row.completion), style: "long" },
+    { title: "reward", numeric: true, value: (row) => row.reward, cell: (row) => number(row.reward) },
+    { title: "advantage", numeric: true, value: (row) => row.advantage, cell: (row) => number(row.advantage) },
+  ] });
+  return h("details", {}, h("summary", {}, `Completions of ${run.label || "the last rollout"}`), table);
 }
 
 // Metrics in the order of words.js; a task's own come after the loss.

@@ -99,6 +99,10 @@ class Evaluator:
         total = f" of {sum(n or 0 for n in each):,}" * (None not in each)
         return f"{done:,}{total} samples"
 
+    def note(self) -> str:
+        """Say how many samples are used where that is a choice; empty if all are."""
+        return self.samples.note()
+
     def compile_ahead(self) -> None:
         """Begin to compile what evaluations will run, in another thread."""
         for part in self._parts.values():

@@ -11,7 +11,9 @@ from meshwright.config.builders import parameters_of
 from meshwright.data.batches import form_of, read_batch
 from meshwright.data.elements import Expected
 from meshwright.data.initial_fields import task_of, with_initial_fields
+from meshwright.data.prompts import as_prompts
 from meshwright.data.protocols import Data
+from meshwright.data.rollout_data import as_rollouts
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 from meshwright.plan import Plan
@@ -41,15 +43,19 @@ def read_fit_data(
     elif data is None:
         raise UserError("fit needs data", fix="write trainer.fit(data, …)")
     else:
+        data = as_prompts(data, trainer.task.tokenizer) if trainer.task else data
         expected = Expected(batch_size=batch_size, planned=planned)
         given, held_out = _continued(memory, data, trainer.seed, expected), None
         _check_evaluation(eval_data, asked.eval_every, asked.eval_batches)
         by_epochs = asked.duration is not None and asked.duration.epochs is not None
-        given = given.for_training(by_epochs=by_epochs)
+        given = as_rollouts(given.for_training(by_epochs=by_epochs), trainer.task)
     task = task_of(trainer.loss)
     given = with_initial_fields(given, task, memory.tables)
     first = first_batch(given, planned if batch_size is None else batch_size)
-    if eval_data is not None:
+    if eval_data is not None and trainer.task:
+        prompts = as_prompts(eval_data, trainer.task.tokenizer)
+        held_out = as_data(prompts, trainer.seed).for_one_pass(in_order=True)
+    elif eval_data is not None:
         like = Expected(like=first, training=False)
         held_out = as_data(eval_data, trainer.seed, expected=like)
         held_out = with_initial_fields(held_out, task, memory.tables)
@@ -74,7 +80,9 @@ def batches_by_step(
     """
     if callable(data) and len(parameters_of(data)) == 1:
         return data
+    data = as_prompts(data, trainer.task.tokenizer) if trainer.task else data
     given = as_data(data, trainer.seed, expected=Expected(batch_size=batch_size))
+    given = as_rollouts(given, trainer.task)
     given = with_initial_fields(given, task_of(trainer.loss))
     known = planned_batch_size(trainer) if batch_size is None else batch_size
     if known is None and last is not None:

@@ -46,6 +46,7 @@ class Start:
     Attributes:
         state: makes the state to start from without a checkpoint.
         point: the checkpoint to resume from; None for none.
+        initial: makes the state that training began with, before any checkpoint.
         steps: the steps of that state, which an earlier `fit` did.
         remarks: what of a folder of weights is not used.
         source: where the weights come from, in one line; empty if they are random or a run's.
@@ -55,6 +56,7 @@ class Start:
 
     state: Callable[[], TrainState]
     point: ResumePoint | None = None
+    initial: Callable[[], TrainState] | None = None
     steps: int = 0
     remarks: tuple[str, ...] = ()
     source: str = ""
@@ -93,7 +95,12 @@ def find_start(
         warm = warm_start(trainer.init_from, trainer.init_patterns, assembled)
         start = Start(state=lambda: warm(fresh()), point=point, hf_files=hf_files)
     elif point is not None or last is not None:
-        start = Start(state=fresh, point=point, hf_files=hf_files, weights=weights)
+        folder = weights
+
+        def loaded() -> TrainState:
+            return _from_weights(folder, assembled, trainer.seed, hf_files, compare=False).state()
+
+        start = Start(state=fresh, point=point, initial=loaded, hf_files=hf_files, weights=weights)
     else:
         # The numbers of what a config or hf_model builds were compared before.
         compare = trainer.weights is not None and not asked.config
@@ -102,8 +109,13 @@ def find_start(
         start = _with_adapters(start, trainer.lora.init_from, asked, assembled)
     if last is None:
         return start
-    result = last
-    return replace(start, state=lambda: continued_state(result, programs), steps=result.steps)
+    result, initial = last, start.initial or start.state
+    return replace(
+        start,
+        state=lambda: continued_state(result, programs),
+        initial=initial,
+        steps=result.steps,
+    )
 
 
 def _with_adapters(start: Start, folder: str, asked: FitSettings, assembled: Assembled) -> Start:

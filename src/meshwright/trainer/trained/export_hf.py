@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.checkpoint import CheckpointReader
 from meshwright.checkpoint.export import Which, choose_checkpoint, read_averages
 from meshwright.config.argument_checks import check_kind, check_path
 from meshwright.config.schema import Config
@@ -19,7 +21,7 @@ from meshwright.errors import UserError
 from meshwright.processes import barrier, is_main
 from meshwright.program.trace.adapters import Adapter, merge_adapters
 from meshwright.runtime.other_names import also_called
-from meshwright.trainer.trained.base_weights import find_base, without_factors
+from meshwright.trainer.trained.base_weights import Base, find_base, without_factors
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.model_card import CARD, model_card
 from meshwright.weights.families import FAMILIES, find_family, read_architecture
@@ -80,18 +82,8 @@ def export_hf(
     placed = [p for p in groups if any(row.match(p) for row in find_family(kind).rows)]
     wanted = [p for p in without_factors(groups) if groups[p] == "params" or p in placed]
 
-    def read_saved(paths: Sequence[str]) -> dict[str, Any]:
-        by_group: dict[str, list[str]] = {}
-        for path in paths:
-            by_group.setdefault(groups[path], []).append(path)
-        found = {} if base is None else {_BASE: base.read(by_group.pop(_BASE, []))}
-        averages = by_group.pop("params", []) if ema else []
-        found |= reader.read(number, by_group) if by_group else {}
-        if averages:
-            found["params"] = read_averages(reader, number, averages)
-        return {path: array for arrays in found.values() for path, array in arrays.items()}
-
     shapes = {path: saved[groups[path]][path] for path in wanted}
+    read_saved = partial(_read_saved, reader, number, groups, base, ema)
     read = _with_adapters(read_saved, () if base is None else base.adapters)
     card = model_card(target.name, metadata, reader.folder.parent, base, peft=False)
     files = {**kept, CARD: card}
@@ -102,6 +94,26 @@ def export_hf(
 
 _BASE = "base"
 """Where weights are that a run does not train, beside the groups of a checkpoint."""
+
+
+def _read_saved(
+    reader: CheckpointReader,
+    number: int,
+    groups: Mapping[str, str],
+    base: Base | None,
+    ema: bool,
+    paths: Sequence[str],
+) -> dict[str, Any]:
+    """Return arrays of a checkpoint, its averages or its base, by path."""
+    by_group: dict[str, list[str]] = {}
+    for path in paths:
+        by_group.setdefault(groups[path], []).append(path)
+    found = {} if base is None else {_BASE: base.read(by_group.pop(_BASE, []))}
+    averages = by_group.pop("params", []) if ema else []
+    found |= reader.read(number, by_group) if by_group else {}
+    if averages:
+        found["params"] = read_averages(reader, number, averages)
+    return {path: array for arrays in found.values() for path, array in arrays.items()}
 
 
 def _with_adapters(read: ReadArrays, adapters: Sequence[Adapter]) -> ReadArrays:

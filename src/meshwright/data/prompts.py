@@ -1,0 +1,160 @@
+"""Prompts, each with further columns that rewards read: from files, lists, or as sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.chat_source import chat_files
+from meshwright.data.contents import list_contents
+from meshwright.data.corrupt import CorruptRecords, OnCorrupt
+from meshwright.data.fingerprints import fingerprint_of
+from meshwright.data.protocols import HostBatch
+from meshwright.data.records import parsed_records
+from meshwright.data.token_cache import nothing
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from meshwright.errors import UserError
+from meshwright.text.units import a_type
+
+PROMPT = "prompt"
+
+
+class PromptSource:
+    """Records with a prompt each: a text, token ids, or the messages of a conversation.
+
+    Attributes:
+        records: the records, each with a ``prompt``.
+        tokenizer: turns prompts into tokens; None if they are tokens.
+    """
+
+    def __init__(self, records: Sequence[Any], tokenizer: Any = None) -> None:
+        self.records, self.tokenizer = records, tokenizer
+        for number, record in enumerate(records):
+            prompt: Any = record.get(PROMPT) if isinstance(record, Mapping) else None
+            if prompt is None or isinstance(prompt, bool | int | float):
+                raise UserError(
+                    f"record {number} has no prompt",
+                    why=f"it is {a_type(record)}: {str(record)[:80]}",
+                    fix='write records such as {"prompt": "37+48=", "answer": "85"}',
+                )
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return the columns of these records; None where a record has no such field."""
+        chosen = [self.records[int(n)] for n in ids]
+        names = dict.fromkeys(name for record in chosen for name in record)
+        return {name: as_objects([record.get(name) for record in chosen]) for name in names}
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the records and the tokenizer."""
+        tokens = self.tokenizer.fingerprint() if isinstance(self.tokenizer, Tokenizer) else ""
+        return fingerprint_of("prompts", len(self), list_contents(list(self.records)), tokens)
+
+    def describe(self) -> str:
+        """Return the number of prompts and their columns."""
+        others = [name for name in self.records[0] if name != PROMPT] if self.records else []
+        return f"{len(self):,} prompts" + (f" with {', '.join(others)}" if others else "")
+
+
+def prompt_source(
+    *,
+    path: str | list[str],
+    field: str = PROMPT,
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+    on_corrupt: OnCorrupt = "stop",
+) -> PromptSource:
+    """Return the prompts of files.
+
+    Args:
+        path: JSON Lines or Parquet files: a file, a folder, a pattern, or a list of these.
+        field: the field with the prompt.
+        tokenizer: a ``tokenizers`` JSON file; without one, every byte is a token.
+        vocab_size: size of the model's vocabulary, which must hold every token.
+        on_corrupt: what to do about a record that cannot be read.
+    """
+    loaded = load_tokenizer(tokenizer)
+    check_vocabulary(loaded, vocab_size)
+    reader, files = chat_files(path)
+    corrupt = CorruptRecords(on_corrupt)
+    records: list[dict[str, Any]] = []
+    for where, record in parsed_records(reader, files, corrupt):
+        if not isinstance(record, dict) or not isinstance(record.get(field), str | list):
+            corrupt.add(where, f"it has no `{field}` that is a text or a list")
+            continue
+        named = {name: value for name, value in record.items() if name != field}
+        records.append({PROMPT: record[field], **named})
+    if not records:
+        raise nothing(f"data.path={path}", corrupt, "there are no prompts")
+    return PromptSource(records, loaded)
+
+
+def as_prompts(given: Any, tokenizer: Any = None) -> Any:
+    """Return lists of records and dicts of columns as prompts; other data as they are."""
+    if isinstance(given, Mapping) and PROMPT in given:
+        columns = {str(name): list(column) for name, column in given.items()}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise UserError("the columns of the prompts differ in length", why=str(lengths))
+        rows = zip(*columns.values(), strict=True)
+        return PromptSource([dict(zip(columns, row, strict=True)) for row in rows], tokenizer)
+    listed = isinstance(given, list | tuple)
+    return PromptSource(list(given), tokenizer) if listed and given else given
+
+
+def as_objects(values: Sequence[Any]) -> NDArray[Any]:
+    """Return an array of objects, also of lists of one length."""
+    array = np.empty(len(values), object)
+    for number, value in enumerate(values):
+        array[number] = value
+    return array
+
+
+class SumSource:
+    """All sums of two numbers below ``most``: as prompts with answers, or as rows of bytes.
+
+    Sample i is the sum of i // most and i % most. Only the answer counts in rows of bytes.
+
+    Args:
+        most: the numbers are below it.
+        for_prompts: whether samples are prompts.
+    """
+
+    tokenizer = ByteTokenizer()
+
+    def __init__(self, *, most: int = 100, for_prompts: bool = False) -> None:
+        if not 1 <= most <= 10_000:
+            raise UserError(f"data.most={most}", fix="write a number from 1 to 10000")
+        self.most, self.for_prompts = most, for_prompts
+
+    def __len__(self) -> int:
+        return self.most**2
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return these sums."""
+        pairs = [divmod(int(n), self.most) for n in ids]
+        prompts = [f"{a}+{b}=" for a, b in pairs]
+        answers = [str(a + b) for a, b in pairs]
+        if self.for_prompts:
+            return {PROMPT: as_objects(prompts), "answer": as_objects(answers)}
+        length = 3 * len(str(self.most - 1)) + 4
+        tokens = np.zeros((len(ids), length), np.int32)
+        mask = np.zeros((len(ids), length - 1), np.float32)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            text = f"{prompt}{answer}\n".encode()
+            tokens[row, : len(text)] = list(text)
+            mask[row, len(prompt) - 1 : len(text) - 1] = 1
+        return {"tokens": tokens, "mask": mask}
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the size."""
+        return fingerprint_of("sums", self.most)
+
+    def describe(self) -> str:
+        """Return the number of sums."""
+        return f"{len(self):,} sums of two numbers below {self.most}"

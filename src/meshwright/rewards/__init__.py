@@ -1,0 +1,1 @@
+"""Rewards: functions that score completions, bundled ones, and the processes that run them."""

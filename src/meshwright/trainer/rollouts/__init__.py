@@ -1,0 +1,1 @@
+"""Rollouts: batches that the model makes itself, from prompts and rewards."""

@@ -1,0 +1,329 @@
+"""A rollout: the current model completes prompts, rewards score them, and a batch comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.chat_template import no_template, read_template
+from meshwright.data.prompts import PROMPT
+from meshwright.data.protocols import Data, HostBatch
+from meshwright.data.rollout_data import RolloutData
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.user_data import as_data
+from meshwright.errors import ANY, Setting, UserError
+from meshwright.generation.generate import make_generator
+from meshwright.generation.text_settings import HALF, TextTokens
+from meshwright.generation.token_loop import CHUNK, Ended, Prompt, Row
+from meshwright.processes import gather, process_count, process_index
+from meshwright.rewards.reward_set import Group, RewardSet, Scored, read_rewards
+from meshwright.runtime.activity import activity
+from meshwright.runtime.heartbeat import own_heartbeat
+from meshwright.step.state import TrainState
+from meshwright.tasks.grpo import GRPO, group_advantages, token_log_probs
+from meshwright.tracking.tracker import Tracker
+from meshwright.trainer.evaluating.evaluation import EVAL_SAMPLES, predict
+from meshwright.trainer.programs import Programs
+from meshwright.trainer.rollouts.rollout_files import RolloutFiles
+
+Report = Callable[[str], None]
+
+
+@dataclass
+class Rollouts:
+    """Makes the batches of a training that learns from rewards.
+
+    Attributes:
+        data: the prompts, and the task.
+        programs: the programs of the step.
+        current: returns the state after the last step.
+        initial: makes the state that training started from, for the reference.
+        seed: decides the samples, with the number of the prompt, of the sample and the position.
+        run_dir: the run folder; None writes nothing.
+        run: identifies the run.
+        ends: tokens that end a completion, as the model's folder says.
+        weights: the folder that the model is from, which has the chat template.
+        log_every: steps between two lines of metrics.
+        tracker: gets the times of rollouts, and what goes wrong.
+    """
+
+    data: RolloutData
+    programs: Programs
+    current: Callable[[], TrainState]
+    initial: Callable[[], TrainState]
+    seed: int
+    run_dir: Path | None = None
+    run: str = ""
+    ends: Sequence[int] = ()
+    weights: str | Path | None = None
+    log_every: int = 1
+    tracker: Tracker = field(default_factory=Tracker)
+    _reference: Any = None
+
+    def __post_init__(self) -> None:
+        task: GRPO = self.data.task
+        self.task = task
+        self.rewards: RewardSet = read_rewards(
+            task.rewards,
+            task.reward_weights,
+            seconds=task.reward_seconds,
+            processes=task.reward_processes,
+        )
+        self.files = RolloutFiles(self.run_dir, self.run, self.rewards.names)
+        self.text = TextTokens(self.data.tokenizer, "the prompts have none")
+        self.data.make, self.data.resume = self, self._kept
+        own = self.data.tokenizer
+        marks = own.marks.end[-1:] if isinstance(own, Tokenizer) else ()
+        self._ends = [*(self.ends or marks)] if task.eos_tokens is None else [*task.eos_tokens]
+
+    def check(self, prompts: Data) -> None:
+        """Refuse prompts that are too long, and rewards that need columns they do not have."""
+        count = prompts.num_samples or 0
+        size = min(1024, count)
+        for step in range(-(-count // max(size, 1))):
+            columns, ids = prompts.batch(step, size), prompts.ids(step, size)
+            if not step:
+                self.rewards.check([name for name in columns if name != PROMPT])
+            for n, prompt in enumerate(_prompts(columns)):
+                self._encode(step * size + n if ids is None else int(ids[n]), prompt)
+
+    def __call__(self, number: int, batch_size: int) -> HostBatch:
+        """Return the batch of a rollout."""
+        seconds: dict[str, float] = {}
+        with activity(f"rollout {number + 1}", afterwards=False) as report:
+            columns = self.data.prompts.batch(number, self.data.num_prompts(batch_size))
+            with _timed(seconds, "rollout_seconds"):
+                rows = self._complete(self.current(), columns, number, report)
+            with _timed(seconds, "reward_seconds"):
+                report("rewards")
+                values = self._values(number, columns, rows)
+            batch = self._batch(rows)
+            with _timed(seconds, "log_prob_seconds"):
+                if self.task.needs_reference:
+                    report("log-probabilities of the reference")
+                    batch["reference_log_probs"] = self._reference_log_probs(batch)
+            self._learn_from(batch, values)
+        self._write(number, columns, rows, batch, values)
+        if self.task.num_iterations > 1:
+            self.files.keep(number, batch)
+        step = number * self.task.num_iterations + 1
+        tokens = sum(len(row.tokens) for row in rows)
+        seconds["rollout_tokens_per_second"] = tokens / max(seconds["rollout_seconds"], 1e-9)
+        if number % max(1, self.log_every // self.task.num_iterations) == 0:
+            self.tracker.log("rollout", step, seconds)
+        return batch
+
+    def evaluate(self, state: TrainState, prompts: Data, limit: int | None) -> dict[str, float]:
+        """Return the mean rewards of held-out prompts, each completed greedily."""
+        count = min(prompts.num_samples or 0, limit or 2**31)
+        with activity("evaluating", afterwards=False) as report:
+            columns = prompts.batch(0, count)
+            rows = self._complete(state, columns, 0, report, greedy=True)
+            scored = self._score(_groups(columns, rows, 1))
+        known = np.isfinite(scored.values).all(axis=1)
+        means = scored.values[known].mean(axis=0) if known.any() else scored.values.mean(axis=0)
+        reward = float(self.rewards.total(means[None])[0])
+        each = {f"reward/{n}": float(v) for n, v in zip(self.rewards.names, means, strict=True)}
+        found = {"loss": -reward, "reward": reward, **(each if len(each) > 1 else {})}
+        return {**found, EVAL_SAMPLES: count}
+
+    def _complete(
+        self, state: TrainState, columns: Any, number: int, report: Report, *, greedy: bool = False
+    ) -> list[Row]:
+        """Complete prompts with the model of a state, on the training mesh."""
+        task, assembled = self.task, self.programs.assembled
+        encoded = [self._encode(n, prompt) for n, prompt in enumerate(_prompts(columns))]
+        first, samples = number * len(encoded), 1 if greedy else task.num_generations
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if not greedy:
+            drawn = {"temperature": task.temperature, "top_k": task.top_k, "top_p": task.top_p}
+        generator = make_generator(
+            assembled.model(state),
+            max_new_tokens=task.max_generation_steps,
+            tokenizer=self.text.tokenizer,
+            samples=samples,
+            seed=self.seed,
+            batch_size=task.generation_batch_size or len(encoded) * samples,
+            context_length=task.length,
+            dtype=HALF.get(assembled.plan.precision),
+            stop_tokens=self._ends,
+            **drawn,
+        )
+        total, done = len(encoded) * samples, 0
+
+        def on_piece(piece: Any) -> None:
+            nonlocal done
+            own_heartbeat().tick()
+            done += bool(piece.ended)
+            report(f"{done:,} of {total:,} completions")
+
+        prompts = [Prompt(first + n, tokens) for n, tokens in enumerate(encoded)]
+        return generator(prompts, on_piece, chunk=CHUNK)
+
+    def _encode(self, number: int, prompt: Any) -> NDArray[np.int32]:
+        if isinstance(prompt, str):
+            tokens = self.text.encode(prompt)
+        elif len(prompt) and isinstance(prompt[0], dict):
+            folder = Path(self.weights or ".")
+            template = read_template(folder)
+            if template is None:
+                raise no_template(folder, f"write {Setting('model.weights', ANY)}, or texts")
+            tokens = self.text.encode(template.render(prompt), start=False)
+        else:
+            tokens = np.asarray(prompt, np.int32)
+        most = self.task.max_prompt_length
+        if not 0 < len(tokens) <= most:
+            raise UserError(
+                f"prompt {number} has {len(tokens):,} tokens",
+                why=f"{Setting('generation.max_prompt_length', most)}: {str(prompt)[:60]!r}",
+                fix=f"write {Setting('generation.max_prompt_length', len(tokens))}, or leave it out"
+                if len(tokens)
+                else "leave it out: a model continues at least one token",
+            )
+        return tokens
+
+    def _values(self, number: int, columns: Any, rows: list[Row]) -> NDArray[np.float64]:
+        """Return the rewards [B, F]: those of an earlier attempt, or new ones."""
+        stored = self.files.rewards(number, [row.tokens for row in rows])
+        if stored is not None:
+            return np.array(stored, np.float64)
+        scored = self._score(_groups(columns, rows, self.task.num_generations))
+        for text in scored.warnings():
+            self.tracker.event("warning", number * self.task.num_iterations, text, {})
+        for name, (count, problem) in scored.problems.items():
+            if count == len(rows):
+                raise UserError(f"the reward {name} fails for every completion", why=problem)
+        return scored.values
+
+    def _score(self, groups: list[Group]) -> Scored:
+        """Score groups; each process scores its own, and all get all."""
+        count = process_count()
+        own = self.rewards.score(groups[process_index() :: count])
+        if count == 1:
+            return own
+        size = len(groups[0].completions)
+        values = np.empty((len(groups) * size, len(self.rewards.names)))
+        problems: dict[str, tuple[int, str]] = {}
+        parts = gather([[[_number(v) for v in row] for row in own.values], own.problems])
+        for process, (found, wrong) in enumerate(parts):
+            places = np.arange(len(groups))[process::count, None] * size + np.arange(size)
+            values[places.ravel()] = np.array(found, float).reshape(-1, values.shape[1])
+            for name, (lost, first) in wrong.items():
+                problems[name] = (problems.get(name, (0, ""))[0] + lost, first)
+        return Scored(values, problems)
+
+    def _batch(self, rows: list[Row]) -> HostBatch:
+        """Return what rows say by themselves: tokens, masks and log-probabilities."""
+        fields = self.task.fields(len(rows), len(self.rewards.names))
+        batch = {name: np.zeros(shape, dtype) for name, (shape, dtype) in fields.items()}
+        if "importance" in batch:
+            batch["importance"][:] = 1
+        for n, row in enumerate(rows):
+            begin, count = len(row.prompt.tokens), len(row.tokens)
+            batch["tokens"][n, : begin + count] = [*row.prompt.tokens, *row.tokens]
+            own = slice(begin - 1, begin - 1 + count)
+            batch["completion_mask"][n, own] = 1
+            batch["sampler_log_probs"][n, own] = row.log_probs
+            if "importance" in batch:
+                apart = np.subtract(row.log_probs, row.drawn_log_probs)
+                batch["importance"][n, own] = np.exp(np.minimum(apart, 50.0))
+            batch["truncated"][n] = row.ended in (Ended.MAX_NEW_TOKENS, Ended.CONTEXT)
+        return batch
+
+    def _learn_from(self, batch: HostBatch, values: NDArray[np.float64]) -> None:
+        """Add rewards, advantages, and which completions count."""
+        task = self.task
+        total = self.rewards.total(values)
+        known = np.isfinite(total)
+        groups = total.reshape(-1, task.num_generations)
+        _, varied = group_advantages(groups)
+        if task.needs_reference and task.kl == "reward":
+            apart = batch["sampler_log_probs"] - batch["reference_log_probs"]
+            apart = (apart * batch["completion_mask"]).sum(axis=1, dtype=np.float64)
+            groups = (total - task.beta * apart).reshape(groups.shape)
+        # Whether a group has anything to teach is decided by its rewards alone.
+        groups = np.where(varied[:, None], groups, np.nan)
+        advantages, _ = group_advantages(
+            groups, scale=task.scale_advantages, leave_one_out=task.leave_one_out
+        )
+        batch["advantages"][:] = advantages.ravel()
+        batch["rewards"][:] = np.where(known[:, None], values, 0.0)
+        batch["scored"][:] = known
+        batch["varied"][:] = np.repeat(varied, task.num_generations)
+        batch["counted"][:] = known & (batch["varied"] > 0)
+        if task.mask_truncated:
+            batch["counted"] *= 1 - batch["truncated"]
+
+    def _reference_log_probs(self, batch: HostBatch) -> NDArray[np.float32]:
+        if self._reference is None:
+            # Arrays of its own, which no step donates; only the weights are kept.
+            self._reference = replace(self.initial(), optimizer=None)
+        tokens = as_data({"tokens": batch["tokens"]})
+        found = predict(self.programs, self._reference, tokens, token_log_probs)
+        return np.where(batch["completion_mask"] > 0, found, 0).astype(np.float32)
+
+    def _write(
+        self, number: int, columns: Any, rows: list[Row], batch: HostBatch, values: Any
+    ) -> None:
+        total, names = self.rewards.total(values), self.rewards.names
+        prompts = np.repeat(np.arange(len(_prompts(columns))), self.task.num_generations)
+        lines = [
+            {
+                "rollout": number,
+                "prompt": _plain(_prompts(columns)[prompts[n]]),
+                "sample": row.sample,
+                "completion": row.tokens if row.text is None else row.text,
+                "tokens": len(row.tokens),
+                "ended": str(row.ended),
+                "reward": _number(total[n]),
+                "rewards": {name: _number(v) for name, v in zip(names, values[n], strict=True)},
+                "advantage": float(batch["advantages"][n]),
+            }
+            for n, row in enumerate(rows)
+        ]
+        self.files.write(number, lines, [row.tokens for row in rows])
+
+    def _kept(self, number: int) -> HostBatch:
+        return self.files.kept(number, self.task.num_iterations)
+
+
+def _prompts(columns: Any) -> Sequence[Any]:
+    if PROMPT not in columns:
+        raise UserError(
+            "the data have no prompts",
+            why=f"their columns are {', '.join(map(repr, columns)) or 'none'}",
+            fix='give records such as {"prompt": "37+48=", "answer": "85"}',
+        )
+    return columns[PROMPT]
+
+
+def _groups(columns: Any, rows: Sequence[Row], size: int) -> list[Group]:
+    """Return the completions of each prompt; texts, or tokens without a tokenizer."""
+    others = {name: column for name, column in columns.items() if name != PROMPT}
+    made = [row.tokens if row.text is None else row.text for row in rows]
+    return [
+        Group(prompt, made[n * size : (n + 1) * size], {name: c[n] for name, c in others.items()})
+        for n, prompt in enumerate(_prompts(columns))
+    ]
+
+
+def _plain(prompt: Any) -> Any:
+    return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Generator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - started

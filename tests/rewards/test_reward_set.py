@@ -1,0 +1,94 @@
+"""Reward functions: both forms, weights, processes, and every way to fail."""
+
+import math
+
+import numpy as np
+import pytest
+from rewards.reward_samples import length, of_groups, troubled, troubled_groups
+
+from meshwright import UserError
+from meshwright.rewards.bundled import (
+    exact_format,
+    exact_match,
+    number_anywhere,
+    number_match,
+    partial_format,
+)
+from meshwright.rewards.reward_set import Group, read_rewards
+
+TROUBLES = ["fine", "hang", "crash", "raise", "nan", "fine"]
+
+
+def groups(*completions, **columns):
+    return [Group("p", list(each), columns) for each in completions]
+
+
+def test_the_name_of_a_parameter_tells_the_forms_apart():
+    made = read_rewards([length, of_groups, lambda completion, **c: c["n"]], [1, 10, 100])
+    scored = made.score(groups(["a", "bbb"], ["cc"], answer="bbb", n=2))
+    assert scored.values.tolist() == [[1, 0, 2], [3, 1, 2], [2, 0, 2]]
+    assert made.total(scored.values).tolist() == [201, 213, 202]
+    assert not scored.problems
+    assert "<lambda>" in made.note
+    assert "without a time limit" in made.note
+    assert not read_rewards(length).note
+    made.processes.close()
+
+
+@pytest.mark.parametrize("function", [troubled, troubled_groups])
+def test_what_goes_wrong_costs_its_own_sample(function):
+    made = read_rewards({"odd": function}, seconds=0.5, processes=2)
+    scored = made.score(groups(TROUBLES))
+    assert [math.isnan(value) for value in scored.values[:, 0]] == [
+        False, True, True, True, True, False,
+    ]  # fmt: skip
+    assert scored.problems["odd"][0] == 4
+    assert "the reward odd failed for 4 of 6 completions" in scored.warnings()[0]
+    assert np.isfinite(made.score(groups(["fine", "fine"])).values).all()
+    made.processes.close()
+
+
+def test_too_few_numbers_are_noticed_in_process():
+    made = read_rewards(lambda completions: troubled_groups(completions))
+    scored = made.score(groups(["few", "fine"]))
+    assert np.isnan(scored.values[0, 0])
+    assert scored.values[1, 0] == 1
+    assert "it returned 0 numbers for 1 completion" in scored.warnings()[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "message"),
+    [
+        ([], None, "no reward to learn from"),
+        (lambda text: 1.0, None, "neither `completion` nor `completions`"),
+        ("exact_mach", None, "did you mean"),
+        ([length, length], None, "two rewards are called length"),
+        ([length], [1, 2], "2 weights for 1 reward"),
+        (3, None, "not a function"),
+        ("no.such.module:f", None, "cannot load"),
+    ],
+)
+def test_bad_rewards_are_refused(given, weights, message):
+    with pytest.raises(UserError, match=message):
+        read_rewards(given, weights)
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(UserError, match="needs the column `answer`"):
+        read_rewards(of_groups).check(["anser"])
+    read_rewards(["exact_match", length]).check(["answer"])
+
+
+def test_bundled_rewards():
+    good = "<reasoning>3 fours</reasoning>\n<answer>12</answer>"
+    assert [exact_match(text, 12) for text in ("12", " 12\n", good, "13", "")] == [1, 1, 1, 0, 0]
+    cases = {"12": 3, " 12": 1.5, "12.5": 0.5, "14": 0.25, "20": -1, "twelve": -0.5, "": -0.5}
+    assert {text: number_match(text, "12") for text in cases} == cases
+    assert number_match(good, "12") == 3
+    assert number_match("-1,000.0", "-1000") == 0.5
+    assert number_match("0.0", "0") == 0.5
+    assert [number_anywhere(t, "12") for t in ("so 12.", "3,4", "it is 1.2e1!")] == [1.5, 0, 1.5]
+    assert [exact_format(t) for t in (good, f" {good}\n", f"{good}!", "12")] == [3, 3, 0, 0]
+    assert partial_format(good) == 2
+    assert partial_format("<answer>12</answer>") == 0
+    assert partial_format("<answer><answer>") == -2

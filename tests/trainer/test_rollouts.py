@@ -1,0 +1,208 @@
+"""Learning from rewards: rollouts on the training mesh, their files, resuming, and bad input."""
+
+import itertools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshwright as mw
+from meshwright.data.prompts import SumSource, prompt_source
+from meshwright.data.tokenizer import ByteTokenizer
+from meshwright.tasks.grpo import token_log_probs
+
+PROMPTS = [{"prompt": f"{n}{'x' * (n % 3)}=", "answer": str(n)} for n in range(6)]
+TOKENIZER = ByteTokenizer()
+
+
+class Mean(nnx.Module):
+    """Predicts a token from the mean of those before it: small, and it looks back."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(128, 16, rngs=rngs)
+        self.out = nnx.Linear(16, 128, rngs=rngs)
+
+    def __call__(self, tokens):
+        seen = jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1])))
+        weights = seen / seen.sum(axis=1, keepdims=True)
+        return self.out(jnp.tanh(weights @ self.embed(tokens))) * 2
+
+
+def score(completion, answer):
+    return float(completion.count(answer)) + 0.1 * len(set(completion))
+
+
+def trainer(mesh="data=1", rewards=score, **settings):
+    sizes = {"max_prompt_length": 4, "max_generation_steps": 3, "num_generations": 4}
+    task = {"num_iterations": 2, "tokenizer": TOKENIZER, "temperature": 0.9, "top_k": 50}
+    made = mw.GRPO(rewards=rewards, **{**sizes, **task, **settings})
+    devices = jax.devices()[: 1 if mesh == "data=1" else 8]
+    return mw.Trainer(
+        model=Mean, task=made, optimizer=optax.adam(0.01), mesh=mesh, devices=devices, log_every=1
+    )
+
+
+def fit(made, folder, steps, **settings):
+    every = mw.CheckpointConfig(every=1, keep_last=9)
+    found = made.fit(
+        PROMPTS, steps=steps, batch_size=8, run_dir=folder, checkpoint=every, progress=False,
+        **settings,
+    )  # fmt: skip
+    return {name: np.asarray(value) for name, value in found.params.items()}
+
+
+def counting(counter):
+    """Return a reward that is another one whenever it is asked for."""
+    return lambda completion, answer: score(completion, answer) + next(counter) % 7
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.warns(UserWarning, match="without a time limit"):
+        params = fit(trainer(rewards=counting(itertools.count())), folder, 6)
+    return folder, params
+
+
+def lines(folder, number):
+    path = folder / "completions" / f"{number:06}.jsonl"
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_completions_are_written_with_their_rewards(whole):
+    folder, _ = whole
+    counter = itertools.count()
+    found = [lines(folder, number) for number in range(3)]
+    assert not (folder / "completions" / "000003.jsonl").exists()
+    assert len({line["prompt"] for rollout in found for line in rollout}) == 6
+    answers = {record["prompt"]: record["answer"] for record in PROMPTS}
+    for rollout in found:
+        assert [line["sample"] for line in rollout] == [0, 1, 2, 3] * 2
+        for line in rollout:
+            expected = score(line["completion"], answers[line["prompt"]]) + next(counter) % 7
+            assert line["reward"] == pytest.approx(expected)
+        for group in (rollout[:4], rollout[4:]):
+            assert sum(line["advantage"] for line in group) == pytest.approx(0, abs=1e-5)
+    rows = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {row["split"] for row in rows} == {"train", "rollout"}
+    names = ("reward", "kl", "entropy", "mismatch", "truncated", "zero_variance", "clipped_low")
+    assert all(name in row for row in rows if row["split"] == "train" for name in names)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data=1", "data=8", "fsdp=4,tensor=2"])
+def test_sampled_log_probabilities_equal_teacher_forced_ones(mesh, tmp_path):
+    made = trainer(mesh, beta=0.0)
+    fit(made, tmp_path, 1)
+    with np.load(tmp_path / "completions" / "000000.npz") as batch:
+        before = made.assemble(dict(batch))
+        model = before.model(before.init(made.seed))
+        full = np.asarray(token_log_probs(model, {"tokens": batch["tokens"]}))
+        mask = batch["completion_mask"] > 0
+        np.testing.assert_allclose(batch["sampler_log_probs"][mask], full[mask], atol=1e-5)
+        assert 0 < batch["importance"][mask].min() < batch["importance"][mask].max()
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:the reward")
+def test_a_run_resumed_inside_a_rollout_is_bit_equal(whole, tmp_path):
+    """Rewards are asked for once, so that even those that change give the same run."""
+    counter = itertools.count()
+    fit(trainer(rewards=counting(counter)), tmp_path, 5)
+    # As if it had been killed: the second rollout is in use, and the third was scored.
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    resumed = fit(trainer(rewards=counting(counter)), tmp_path, 6)
+    assert next(counter) == 24
+    for name, value in whole[1].items():
+        np.testing.assert_array_equal(value, resumed[name])
+
+
+@pytest.mark.filterwarnings("ignore:the reward")
+def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tmp_path):
+    def troubled(completion):
+        return float("nan") if ord(completion[0]) % 2 else float(len(set(completion)))
+
+    made = trainer(rewards={"odd": troubled}, beta=0.0, num_iterations=1)
+    seen = []
+    result = made.fit(
+        PROMPTS,
+        steps=1,
+        batch_size=8,
+        eval_data=PROMPTS[:2],
+        run_dir=tmp_path,
+        progress=False,
+        on_metrics=lambda step, values: seen.append(values),
+    )
+    lost = [line for line in lines(tmp_path, 0) if line["reward"] is None]
+    assert 0 < len(lost) < 8
+    assert seen[0]["reward_failed"] == len(lost) / 8
+    assert all(line["advantage"] == 0 for line in lost)
+    assert f"the reward odd failed for {len(lost)} of 8" in (tmp_path / "events.jsonl").read_text()
+    assert result.eval[1]["reward"] == -result.eval[1]["loss"]
+    assert result.eval[1]["eval_samples"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:the reward")
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([{"prompt": "12345"}], {}, "prompt 0 has 5 tokens"),
+        ([{"prompt": ""}], {}, "prompt 0 has 0 tokens"),
+        ([{"text": "1"}], {}, "record 0 has no prompt"),
+        ([{"prompt": "1"}], {"rewards": score}, "needs the column `answer`"),
+        ({"prompt": ["1", "2"], "answer": ["1"]}, {}, "differ in length"),
+        (PROMPTS, {"num_generations": 3}, "no whole groups"),
+        pytest.param(
+            PROMPTS,
+            {"rewards": lambda completion: 1 / 0},
+            "fails for every completion",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_bad_input_is_refused(prompts, settings, message):
+    made = trainer(**{"rewards": len_, **settings})
+    with pytest.raises(mw.UserError, match=message):
+        made.fit(prompts, steps=1, batch_size=8, progress=False)
+
+
+def len_(completion):
+    return float(len(completion))
+
+
+def test_a_trainer_takes_a_loss_or_a_task():
+    with pytest.raises(mw.UserError, match="there is no loss"):
+        mw.Trainer(model=Mean, optimizer=optax.sgd(0.1))
+    with pytest.raises(mw.UserError, match="both given"):
+        mw.Trainer(
+            model=Mean, optimizer=optax.sgd(0.1), task=mw.GRPO(rewards=len_),
+            loss=lambda model, batch: 0.0,
+        )  # fmt: skip
+
+
+def test_prompts_from_files(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"q": "1+1=", "answer": 2}\n{"q": [49, 43], "level": "b"}\n')
+    made = prompt_source(path=str(file), field="q")
+    rows = made.rows(np.array([1, 0]))
+    assert rows["prompt"].tolist() == [[49, 43], "1+1="]
+    assert rows["answer"].tolist() == [None, 2]
+    assert "2 prompts with answer" in made.describe()
+    file.write_text('{"text": "1"}\n')
+    with pytest.raises(mw.UserError, match="`q`"):
+        prompt_source(path=str(file), field="q")
+
+
+def test_sums():
+    text = SumSource().rows(np.array([3748]))
+    tokens, mask = text["tokens"][0], text["mask"][0]
+    assert TOKENIZER.decode(tokens).rstrip("\0") == "37+48=85\n"
+    assert TOKENIZER.decode(tokens[1:][mask > 0]) == "85\n"
+    prompts = SumSource(for_prompts=True).rows(np.array([3748]))
+    assert (prompts["prompt"][0], prompts["answer"][0]) == ("37+48=", "85")
