@@ -36,6 +36,7 @@ from meshwright.processes.peers import explain_loss
 from meshwright.profile import NoProfiling, Profiling
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase, current_interrupt
+from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.trainer.batch_loader import BatchFeed, BatchLoader, count_batches
@@ -142,7 +143,7 @@ class TrainingRun:
             *repeated_samples(self._plan.batch.global_batch_size, self._data.num_samples),
             *filter(None, [self._data.order if kept else ""]),
             *self._assembled.traced.wrong_indices(batch),
-            *self._check_sharding(),
+            *_check_sharding(asked, self._assembled),
             *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
             *filter(None, [self._rollouts.rewards.note if self._rollouts else ""]),
@@ -239,10 +240,6 @@ class TrainingRun:
             tracker.close(summary)
         return result
 
-    def _check_sharding(self) -> list[str]:
-        leaves = self._assembled.model_leaves
-        return over_sharded(self._plan, leaves.num_parameters) if self._asked.recipe else []
-
     def _log_start(self, log: RunLog, compiled: CompiledStep) -> None:
         deviations = compiled.deviations(from_bytes=WARN_FROM_BYTES)
         facts = describe_run(
@@ -338,7 +335,7 @@ class TrainingRun:
             log=log,
             callbacks=self._callbacks,
             checkpointer=checkpointer,
-            profiling=self._make_profiling(compiled),
+            profiling=_make_profiling(asked, self._assembled, compiled),
             evaluator=self._evaluator,
             eval_every=asked.eval_every,
             sample=self._sample_text,
@@ -372,11 +369,6 @@ class TrainingRun:
         evaluator = Evaluator(self._programs, asked.eval_data, limit=asked.eval_batches, ema=ema)
         evaluator.check()
         return evaluator
-
-    def _make_profiling(self, compiled: CompiledStep) -> NoProfiling:
-        if not self._asked.profile or self._run_dir is None:
-            return NoProfiling()
-        return Profiling(self._run_dir / "trace", self._assembled.mesh, compiled.text)
 
     @cached_property
     def _schedule(self) -> Callable[[int], Any] | None:
@@ -510,3 +502,17 @@ def _make_rollouts(
     for prompts in filter(None, (asked.data.prompts, asked.eval_data)):
         rollouts.check(prompts)
     return rollouts
+
+
+def _check_sharding(asked: FitSettings, assembled: Assembled) -> list[str]:
+    return (
+        over_sharded(assembled.plan, assembled.model_leaves.num_parameters) if asked.recipe else []
+    )
+
+
+def _make_profiling(
+    asked: FitSettings, assembled: Assembled, compiled: CompiledStep
+) -> NoProfiling:
+    if not asked.profile or asked.run_dir is None:
+        return NoProfiling()
+    return Profiling(asked.run_dir / "trace", assembled.mesh, compiled.text)
