@@ -151,7 +151,8 @@ class RewardSet:
                     if not problem:
                         values[starts[g] + np.array(which), f] = numbers
                     elif len(which) > 1 or (len(pieces) > 1 and isinstance(found, str)):
-                        again += [(f, g, [[n]]) for n in which]
+                        one_by_one: list[_Todo] = [(f, g, [[n]]) for n in which]
+                        again += one_by_one
                     else:
                         name = self.functions[f].name
                         count, first = problems.get(name, (0, problem))

@@ -36,6 +36,7 @@ from meshwright.processes.peers import explain_loss
 from meshwright.profile import NoProfiling, Profiling
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase, current_interrupt
+from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.trainer.batch_loader import BatchFeed, BatchLoader, count_batches
@@ -130,7 +131,7 @@ class TrainingRun:
         training = broadcast(training_facts(trainer, self._assembled)) if kept else {}
         run = "" if asked.run_dir is None else run_id(asked.run_dir, start.point)
         self._metadata = RunMetadata(asked, trainer.seed, self._plan, self._progress, training, run)
-        self._rollouts = self._make_rollouts(run)
+        self._rollouts = _make_rollouts(trainer, asked, programs, start, run, self._context)
         self._evaluator = self._make_evaluator()
         self._restoring = Restoring(start, asked, self._assembled, self._form, self._metadata)
         _check_rewinding(trainer.on_nonfinite, asked)
@@ -139,9 +140,10 @@ class TrainingRun:
             *unused_pipeline(read_pipeline(trainer.pipeline), self._plan),
             *start.remarks,
             *self._restoring.check(),
-            *self._check_samples(),
+            *repeated_samples(self._plan.batch.global_batch_size, self._data.num_samples),
+            *filter(None, [self._data.order if kept else ""]),
             *self._assembled.traced.wrong_indices(batch),
-            *self._check_sharding(),
+            *_check_sharding(asked, self._assembled),
             *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
             *filter(None, [self._rollouts.rewards.note if self._rollouts else ""]),
@@ -198,7 +200,15 @@ class TrainingRun:
             with self._advice.during(lambda: "placing the state", known):
                 state = self._restoring.first_state(tracker, progress, self._callbacks)
                 fill_tables(self._programs, state, self._trainer.loss, self._restoring, tracker)
-                self._keep_base(state)
+                if self._run_dir is not None and asked.checkpoint.enabled:
+                    keep_base(
+                        self._run_dir,
+                        self._assembled,
+                        self._form,
+                        state,
+                        self._metadata.at(0),
+                        self._start.weights,
+                    )
                 checkpointer = make_checkpointer(
                     asked,
                     self._form,
@@ -215,10 +225,7 @@ class TrainingRun:
                 state = loop.train(state, progress)
             interrupt.phase = Phase.ENDED
             seconds = time.perf_counter() - started
-            if isinstance(self._data, MixtureData):
-                done = progress.step + count_batches(progress.left_out)
-                size = self._plan.batch.global_batch_size
-                log.mixture(progress.step, self._data.counts(done, size))
+            _log_mixture(log, self._data, progress, self._plan)
             log.stop(progress, seconds)
             result = self._result(state, seconds)
             summary = result.summary()
@@ -232,22 +239,6 @@ class TrainingRun:
         finally:
             tracker.close(summary)
         return result
-
-    def _keep_base(self, state: TrainState) -> None:
-        """Remember the weights that are not trained, once."""
-        if self._run_dir is not None and self._asked.checkpoint.enabled:
-            metadata, weights = self._metadata.at(0), self._start.weights
-            keep_base(self._run_dir, self._assembled, self._form, state, metadata, weights)
-
-    def _check_sharding(self) -> list[str]:
-        leaves = self._assembled.model_leaves
-        return over_sharded(self._plan, leaves.num_parameters) if self._asked.recipe else []
-
-    def _check_samples(self) -> list[str]:
-        saves = self._run_dir is not None or self._restoring.point is not None
-        order = self._data.order if saves else ""
-        repeated = repeated_samples(self._plan.batch.global_batch_size, self._data.num_samples)
-        return [*repeated, *([order] if order else [])]
 
     def _log_start(self, log: RunLog, compiled: CompiledStep) -> None:
         deviations = compiled.deviations(from_bytes=WARN_FROM_BYTES)
@@ -344,7 +335,7 @@ class TrainingRun:
             log=log,
             callbacks=self._callbacks,
             checkpointer=checkpointer,
-            profiling=self._make_profiling(compiled),
+            profiling=_make_profiling(asked, self._assembled, compiled),
             evaluator=self._evaluator,
             eval_every=asked.eval_every,
             sample=self._sample_text,
@@ -368,26 +359,6 @@ class TrainingRun:
             whole_data=duration.epochs is not None,
         )
 
-    def _make_rollouts(self, run: str) -> Rollouts | None:
-        if not isinstance(self._data, RolloutData):
-            return None
-        start = self._start
-        rollouts = Rollouts(
-            self._data,
-            self._programs,
-            current=lambda: self._context.state,
-            initial=start.initial or start.state,
-            seed=self._trainer.seed,
-            run_dir=self._run_dir,
-            run=run,
-            ends=[token for token, _ in named_ends(start.hf_files.get)],
-            weights=self._trainer.weights,
-            log_every=self._trainer.log_every,
-        )
-        for prompts in filter(None, (self._data.prompts, self._asked.eval_data)):
-            rollouts.check(prompts)
-        return rollouts
-
     def _make_evaluator(self) -> Evaluator | RewardEvaluator | None:
         asked, ema = self._asked, self._trainer.eval_ema
         if asked.eval_data is None:
@@ -398,11 +369,6 @@ class TrainingRun:
         evaluator = Evaluator(self._programs, asked.eval_data, limit=asked.eval_batches, ema=ema)
         evaluator.check()
         return evaluator
-
-    def _make_profiling(self, compiled: CompiledStep) -> NoProfiling:
-        if not self._asked.profile or self._run_dir is None:
-            return NoProfiling()
-        return Profiling(self._run_dir / "trace", self._assembled.mesh, compiled.text)
 
     @cached_property
     def _schedule(self) -> Callable[[int], Any] | None:
@@ -501,3 +467,52 @@ def _explain_failure(
 def _saved_by_this_run(point: ResumePoint | None) -> int | None:
     """Return the step of the newest checkpoint in the run folder; None if it has none."""
     return point.step if point is not None and point.same_run else None
+
+
+def _log_mixture(log: RunLog, data: Data, progress: Progress, plan: Plan) -> None:
+    """Record how many rows each source of a mixture has given."""
+    if isinstance(data, MixtureData):
+        done = progress.step + count_batches(progress.left_out)
+        log.mixture(progress.step, data.counts(done, plan.batch.global_batch_size))
+
+
+def _make_rollouts(
+    trainer: TrainerSettings,
+    asked: FitSettings,
+    programs: Programs,
+    start: Start,
+    run: str,
+    context: CallbackContext,
+) -> Rollouts | None:
+    """Return what makes the batches of a training that learns from rewards; None for others."""
+    if not isinstance(asked.data, RolloutData):
+        return None
+    rollouts = Rollouts(
+        asked.data,
+        programs,
+        current=lambda: context.state,
+        initial=start.initial or start.state,
+        seed=trainer.seed,
+        run_dir=asked.run_dir,
+        run=run,
+        ends=[token for token, _ in named_ends(start.hf_files.get)],
+        weights=trainer.weights,
+        log_every=trainer.log_every,
+    )
+    for prompts in filter(None, (asked.data.prompts, asked.eval_data)):
+        rollouts.check(prompts)
+    return rollouts
+
+
+def _check_sharding(asked: FitSettings, assembled: Assembled) -> list[str]:
+    return (
+        over_sharded(assembled.plan, assembled.model_leaves.num_parameters) if asked.recipe else []
+    )
+
+
+def _make_profiling(
+    asked: FitSettings, assembled: Assembled, compiled: CompiledStep
+) -> NoProfiling:
+    if not asked.profile or asked.run_dir is None:
+        return NoProfiling()
+    return Profiling(asked.run_dir / "trace", assembled.mesh, compiled.text)
