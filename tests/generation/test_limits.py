@@ -32,7 +32,9 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize(
+    "name", ["embed", *(pytest.param(name, marks=pytest.mark.full) for name in ("index", "slice"))]
+)
 def test_rows_end_where_a_table_of_positions_does(name):
     got = generate(Placed(READ[name]), [[1, 2, 3]], max_new_tokens=40)
     assert len(got.tokens[0]) == ROWS - 3

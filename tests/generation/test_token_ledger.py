@@ -1,6 +1,7 @@
 """What a decoded token sends: nothing over fsdp, and over tensor the sums of its blocks."""
 
 import numpy as np
+import pytest
 from flax import nnx
 
 import meshwright as mw
@@ -37,6 +38,7 @@ def decoded_collectives(model):
     return read_collectives(lowered.compile().as_text(), SIZES)
 
 
+@pytest.mark.full
 def test_a_token_sends_nothing_over_fsdp_and_the_closed_form_over_tensor():
     model = Llama3(
         vocab_size=VOCABULARY, context_length=64, num_blocks=BLOCKS, hidden_size=WIDTH,

@@ -35,7 +35,9 @@ def test_the_name_of_a_parameter_tells_the_forms_apart():
     made.processes.close()
 
 
-@pytest.mark.parametrize("function", [troubled, troubled_groups])
+@pytest.mark.parametrize(
+    "function", [troubled, pytest.param(troubled_groups, marks=pytest.mark.full)]
+)
 def test_what_goes_wrong_costs_its_own_sample(function):
     made = read_rewards({"odd": function}, seconds=0.5, processes=2)
     scored = made.score(groups(TROUBLES))

@@ -173,6 +173,7 @@ def test_targets_that_cannot_be_adapted_are_refused(targets, message):
         adapted(Conv, (2, 48), targets=targets)
 
 
+@pytest.mark.full
 def test_dropout_draws_anew_in_every_step_and_not_in_evaluations():
     leaves, traced, values = adapted(Recurrent, (2, 18), dropout=0.5)
     x = np.random.default_rng(3).normal(size=(2, 18)).astype("float32")
