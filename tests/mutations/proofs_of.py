@@ -62,7 +62,7 @@ class Verify:
 
 def _compute_once(patch, known):
     """Let `verify` take from ``known`` what one device alone has computed before."""
-    for owner, name in ((run, "_initial_values"), (run, "WrittenGradient")):
+    for owner, name in ((run, "_initial_values"), (run, "written_gradient")):
         patch.setattr(owner, name, _once(getattr(owner, name), known, name))
     for name in ("reference_in_float64", "as_written"):
         patch.setattr(run._Proof, name, _once(getattr(run._Proof, name), known, name))

@@ -349,6 +349,7 @@ class Estimator:
             self._states.of(plan).shares,
             row_limit=limits,
             loops=program.blocks is None or _depth(plan, program.blocks) > 1,
+            reduced_last=_reduces_last(case.plan),
         )
 
 
@@ -411,6 +412,12 @@ def _part_sums(program: GradientProgram, sizes: DeviceSizes) -> float:
     in_parts = any(sizes.rows > limit for limit in sizes.row_limit.values())
     shards = max((sizes.tensor.get(each, 1) for each in sizes.row_limit), default=1)
     return program.loss_parts.sums / shards if in_parts else 0.0
+
+
+def _reduces_last(plan: Plan) -> bool:
+    """Whether the rule `REDUCED_LAST` applies."""
+    hybrid = plan.size("data") > 1 and plan.size("fsdp") > 1 and plan.sharding.zero > 1
+    return hybrid and blocks_of(plan) == "unroll"
 
 
 def _sums_in_place(plan: Plan) -> bool:

@@ -143,6 +143,14 @@ WHOLE_GRADIENTS = Rule(
     jax="0.11.2",
     value=None,
 )
+REDUCED_LAST = Rule(
+    models="On data × fsdp, where blocks run one by one, gradients are reduced over both axes as a "
+    "whole, and each device takes its part when all of them exist.",
+    record="gpu_unseen",
+    rows="data=2 × fsdp=4",
+    jax="0.11.2",
+    value=None,
+)
 SUMMED_IN_PLACE = Rule(
     models="Where blocks run one by one, a loss in parts adds the gradients of its parts up in the "
     "memory of their sum.",

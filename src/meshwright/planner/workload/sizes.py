@@ -43,6 +43,7 @@ class DeviceSizes:
         leaves: by number, which part of a weight the device has.
         row_limit: by class, the most rows of arrays with that class: those computed in parts.
         loops: whether loops run more than once, and copy the rows that they read.
+        reduced_last: whether gradients stay whole until all of them exist.
     """
 
     rows: float
@@ -51,6 +52,7 @@ class DeviceSizes:
     leaves: Mapping[int, LeafShares] = field(default_factory=dict[int, LeafShares])
     row_limit: Mapping[int, float] = field(default_factory=dict[int, float])
     loops: bool = True
+    reduced_last: bool = False
     _known: dict[Array, float] = field(default_factory=dict[Array, float])
 
     def of(self, array: Array) -> float:
@@ -67,7 +69,7 @@ class DeviceSizes:
         """
         if array.gradient is not None:
             leaf = self.leaves.get(array.gradient, WHOLE)
-            return array.nbytes * (leaf.whole - leaf.gradient)
+            return 0.0 if self.reduced_last else array.nbytes * (leaf.whole - leaf.gradient)
         if array.leaf is None:
             return self.of(array) if self.loops else 0.0
         leaf = self.leaves.get(array.leaf, WHOLE)
@@ -85,7 +87,8 @@ class DeviceSizes:
 
     def _share(self, array: Array) -> float:
         if array.gradient is not None:
-            return self.leaves.get(array.gradient, WHOLE).gradient
+            leaf = self.leaves.get(array.gradient, WHOLE)
+            return leaf.whole if self.reduced_last else leaf.gradient
         if array.cast_of is not None:
             # The rule SHARDED_CASTS.
             return self.leaves.get(array.cast_of, WHOLE).at_rest

@@ -72,7 +72,7 @@ class RolloutFiles:
                 "model, and cannot be made again",
                 fix=f"resume from a checkpoint whose step is a multiple of {num_iterations}",
             )
-        with np.load(path) as arrays:
+        with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
 
     def _stored(self, number: int, tokens: Sequence[Sequence[int]]) -> list[list[float]] | None:

@@ -76,7 +76,7 @@ def _read_table(data: InitialFields, files: list[Path]) -> None:
 def _saved(file: Path) -> Table:
     """Return what a file has, which is nothing if it is missing or damaged."""
     try:
-        with np.load(file) as saved:
+        with np.load(file, allow_pickle=False) as saved:
             return {name: saved[name] for name in saved}
     except (OSError, ValueError, BadZipFile):
         return {}
