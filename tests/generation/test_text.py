@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,8 @@ def say(**settings):
         Chain(),
         "a",
         max_new_tokens=15,
-        tokenizer=ByteTokenizer(),
         on_piece=pieces.append,
-        **settings,
+        **{"tokenizer": ByteTokenizer(), **settings},
     )
     assert "".join(piece.text for piece in pieces) == got.texts[0]
     assert [t for piece in pieces for t in piece.tokens] == got.tokens[0]
@@ -121,6 +121,36 @@ def test_templates_are_written_as_transformers_does_and_kept_in_a_sandbox(tmp_pa
             chat(tmp_path, bad, said)
     with pytest.raises(UserError, match="no chat template"):
         TextSettings(GPT2).chat.render(said)
+
+
+TURNS = "{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("end", "token", "stops"),
+    [
+        ("<eot>\n", 4, ()),
+        ("<eot> {{ eos_token }}", 4, ()),
+        (" {{ eos_token }}", 2, ()),
+        (" the end\n", None, ("the end",)),
+        ("<unknown>", None, ("<unknown>",)),
+        ("\n", None, ("\nuser:",)),
+        ("{{ m.nothing.at_all }}", None, ()),
+    ],
+)
+def test_an_answer_ends_where_the_template_ends_its_turn(tmp_path, end, token, stops):
+    names = {"eos_token": "<|done|>", "chat_template": TURNS.format(end)}
+    found = read_text_settings(make_folder(tmp_path / "f", tokenizer_config=names))
+    assert (found.stop_tokens, found.stops) == ((2,), ())
+    found = replace(found, answers=True)
+    assert found.stop_tokens == tuple(dict.fromkeys([2, token or 2]))
+    assert found.stops == stops
+
+
+def test_a_template_of_bytes_ends_answers_by_its_text(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(TURNS.format("<end>\n"))
+    answers = TextSettings(tmp_path, bytes_are_tokens=True, answers=True)
+    assert say(tokenizer=answers).text == "b3é€z "
 
 
 @pytest.mark.parametrize(("length", "stride"), [(7, 1), (7, 3), (7, 6), (40, 20)])

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def run(arguments: Arguments, output: Output) -> int:
         # Before the model is loaded, and anything is typed.
         read_text_settings(path).chat.check()
     model, settings = open_model(arguments, path)
+    if "--chat" in modes or (prompts and all("messages" in prompt for prompt in prompts)):
+        settings = replace(settings, answers=True)
     generator = make_generator(
         model,
         tokenizer=settings,

@@ -28,6 +28,8 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 """Noncharacters around what the assistant says, while a text is written with its marks."""
 
 
+_ANSWERED = (("user", "One?"), ("assistant", "Two."), ("user", "Three?"))
+
 _FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What the code of a template may raise, besides errors of its own."""
 
@@ -54,6 +56,21 @@ class ChatTemplate:
     def has_marks(self) -> bool:
         """Whether it marks what the assistant says with ``{% generation %}``."""
         return re.search(r"\{%[-+]?\s*generation\b", self.text) is not None
+
+    @cached_property
+    def turn_end(self) -> str:
+        """What it writes after an answer, without the space around it; empty if it is not known.
+
+        If that is only space, the beginning of the next turn of the user is the end of the answer.
+        """
+        said = [{"role": role, "content": text} for role, text in _ANSWERED]
+        (_, answer), (_, question) = _ANSWERED[1:]
+        try:
+            last, whole = self.write(said[:2]), self.write(said)
+        except ValueError:
+            return ""
+        after = whole.partition(answer)[2].partition(question)[0]
+        return last.partition(answer)[2].strip() or after.rstrip()
 
     def check(self) -> None:
         """Raise if it is not a template."""

@@ -355,6 +355,8 @@ def make_generator(
     text, found = read_tokenizer(tokenizer)
     chosen, remarks = _with_defaults(sampling, found)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if sampling.get("stop_tokens") is None and text.tokenizer is not None:
+        stops += found.stops
     if stops and (text.tokenizer is None or not all(stops)):
         raise UserError(
             f"{argument('stop', stop)} cannot be looked for",

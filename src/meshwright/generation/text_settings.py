@@ -37,11 +37,13 @@ class TextSettings:
         bytes_are_tokens: whether the model was trained on bytes.
         dtype: the format of 16 bits that the run computed in, or that the folder's config.json
             names; None for float32.
+        answers: whether texts are answers, which end as the chat template ends them.
     """
 
     folder: Path | None = None
     bytes_are_tokens: bool = False
     dtype: str | None = None
+    answers: bool = False
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -56,7 +58,23 @@ class TextSettings:
         """The tokens that end a text."""
         named = [token for token, _ in named_ends(self._bytes)]
         own = self.tokenizer.marks.end[-1:] if isinstance(self.tokenizer, FileTokenizer) else ()
-        return tuple(dict.fromkeys([*named, *own]))
+        turn = (end,) if isinstance(end := self._turn_end, int) else ()
+        return tuple(dict.fromkeys([*named, *own, *turn]))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end a text."""
+        return (end,) if isinstance(end := self._turn_end, str) and end else ()
+
+    @cached_property
+    def _turn_end(self) -> str | int:
+        """The token that ends an answer; otherwise the text that does, or nothing."""
+        end = self.chat.turn_end if self.answers else ""
+        if isinstance(self.tokenizer, FileTokenizer) and end:
+            first = next(map(int, self.tokenizer.encode(end)), -1)
+            if first in self.tokenizer.added and end.startswith(self.tokenizer.decode([first])):
+                return first
+        return end
 
     @cached_property
     def sampling(self) -> dict[str, Any]:
