@@ -130,7 +130,7 @@ TURNS = "{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{}{{% end
     ("end", "token", "stops"),
     [
         ("<eot>\n", 4, ()),
-        ("<eot> {{ eos_token }}", 4, ()),
+        ("<eot> {{ eos_token }}", None, ("<eot> <|done|>",)),
         (" {{ eos_token }}", 2, ()),
         (" the end\n", None, ("the end",)),
         ("<unknown>", None, ("<unknown>",)),

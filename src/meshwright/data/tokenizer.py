@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,11 +104,6 @@ class FileTokenizer(Tokenizer):
             self._fingerprint = fingerprint_of(text, *facts)
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._dtype = token_dtype(self.vocab_size)
-
-    @property
-    def added(self) -> Container[int]:
-        """The tokens that are never part of another, such as special ones."""
-        return self._tokenizer.get_added_tokens_decoder()
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text, computed on several cores."""

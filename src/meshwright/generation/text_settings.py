@@ -58,23 +58,22 @@ class TextSettings:
         """The tokens that end a text."""
         named = [token for token, _ in named_ends(self._bytes)]
         own = self.tokenizer.marks.end[-1:] if isinstance(self.tokenizer, FileTokenizer) else ()
-        turn = (end,) if isinstance(end := self._turn_end, int) else ()
-        return tuple(dict.fromkeys([*named, *own, *turn]))
+        return tuple(dict.fromkeys([*named, *own, *self._turn_end[0]]))
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a text."""
-        return (end,) if isinstance(end := self._turn_end, str) and end else ()
+        return self._turn_end[1]
 
     @cached_property
-    def _turn_end(self) -> str | int:
-        """The token that ends an answer; otherwise the text that does, or nothing."""
-        end = self.chat.turn_end if self.answers else ""
-        if isinstance(self.tokenizer, FileTokenizer) and end:
-            first = next(map(int, self.tokenizer.encode(end)), -1)
-            if first in self.tokenizer.added and end.startswith(self.tokenizer.decode([first])):
-                return first
-        return end
+    def _turn_end(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The token that ends an answer, or else the text that does."""
+        end, known = self.chat.turn_end if self.answers else "", self.tokenizer
+        if isinstance(known, FileTokenizer) and end:
+            ids, after_space = (known.encode(text).tolist() for text in (end, f". {end}"))
+            if known.decode(ids) == end and ids == after_space[-1:]:
+                return tuple(ids), ()
+        return (), (end,) if end else ()
 
     @cached_property
     def sampling(self) -> dict[str, Any]:

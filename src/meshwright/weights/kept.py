@@ -74,6 +74,16 @@ def published_config(kind: str, arguments: Mapping[str, Any], kept: HfConfig) ->
     return {**before, **own, **names}
 
 
+def token_ids(kept: KeptFiles) -> dict[str, int | None]:
+    """Return the tokens around a text for config.json; None, or transformers would take others."""
+    files = (json.loads(kept.get(name, "{}")) for name in (_TOKENIZER_FILES[0], TOKENIZER))
+    names, tokenizer = files
+    words = tokenizer.get("model", {}).get("vocab")
+    ids = dict(words) if isinstance(words, dict) else {}
+    ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    return {f"{name}_id": ids.get(names.get(name)) for name in ("bos_token", "eos_token")}
+
+
 def with_defaults(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model with the defaults of those that are not given."""
     parameters = parameters_of(find_builder(kind)).values()

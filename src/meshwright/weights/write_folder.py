@@ -18,7 +18,7 @@ from meshwright.errors import UserError
 from meshwright.weights.families import Architecture, find_family
 from meshwright.weights.family import TensorRow
 from meshwright.weights.hf_folder import CONFIG, INDEX, SINGLE, listed
-from meshwright.weights.kept import KeptFiles, published_config, with_defaults
+from meshwright.weights.kept import KeptFiles, published_config, token_ids, with_defaults
 from meshwright.weights.match import Shapes, place_arrays, tensor_shapes
 from meshwright.weights.safetensors_format import DTYPE_NAMES, DTYPES, write_file
 
@@ -87,6 +87,7 @@ def write_folder(source: Source, target: Path, dtype: str | None = None) -> Expo
     kept = json.loads(source.kept.get(CONFIG, "{}"))
     dtype = _check_dtype(dtype or str(kept.get("torch_dtype", "float32")))
     config = published_config(source.kind, source.arguments, kept) | {"torch_dtype": dtype}
+    config |= {} if kept else token_ids(source.kept)
     arguments = with_defaults(source.kind, source.arguments)
     architecture = Architecture(find_family(source.kind), arguments)
     places = _place_all(architecture, source)

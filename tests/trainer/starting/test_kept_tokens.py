@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from tokenizer_folders import NAMES, make_folder
+from tokenizer_folders import BOS, DONE, NAMES, make_folder
 
 import meshwright as mw
 from meshwright.checkpoint import CheckpointMetadata
@@ -13,6 +13,7 @@ from meshwright.config.schema import Config
 from meshwright.data.token_cache import take_origins
 from meshwright.trainer.starting.resume import ResumePoint
 from meshwright.trainer.starting.start import _hf_files
+from meshwright.weights.kept import token_ids
 
 
 @pytest.fixture
@@ -59,11 +60,15 @@ def test_a_run_that_began_before_goes_on_with_its_own_tokens_and_says_so(make):
 
 def test_a_run_whose_tokenizer_is_gone_has_kept_what_ends_documents(make, tmp_path):
     trainer, data = make()
+    (tmp_path / "f" / "chat_template.jinja").write_text("{{ messages }}")
     kept = _hf_files(trainer, replace(trainer.defaults, data=data), None)
     (tmp_path / "run" / "hf").mkdir(parents=True)
     for name, content in kept.items():
         (tmp_path / "run" / "hf" / name).write_text(content)
     assert json.loads(kept["tokenizer_config.json"]) == NAMES
+    assert kept["chat_template.jinja"] == "{{ messages }}"
+    assert token_ids(kept) == {"bos_token_id": BOS, "eos_token_id": DONE}
+    assert token_ids({}) == {"bos_token_id": None, "eos_token_id": None}
     shutil.rmtree(tmp_path / "f")
     again = make(data.fingerprint())[1]
     assert again.fingerprint() == data.fingerprint()

@@ -179,10 +179,9 @@ def _hf_files(
         tokenizer=asked.tokenizer,
     )
     data: Any = asked.config.get("data", {}) if asked.config else {}
-    if data.get("kind") in ("chat", "mixture"):
-        template = find_template(data.get("template"), asked.tokenizer)
-        files |= {} if template is None else {TEMPLATE: template.text}
-    return files
+    given = data.get("template") if data.get("kind") in ("chat", "mixture") else None
+    template = find_template(given, asked.tokenizer)
+    return files | ({} if template is None else {TEMPLATE: template.text})
 
 
 def warm_start(
