@@ -156,6 +156,11 @@ def test_what_does_not_fit_is_cut_dropped_or_refused_and_counted(write):
 
 
 BAD = {
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Hello"}]},
+        ["but `conversations`; convert `from` to `role`"],
+    ),
+    "ShareGPT by its name": ({"messages": [{"from": "gpt", "value": ""}]}, ["convert `from`"]),
     "another field": ({"conversation": []}, ["neither `messages`", "but `conversation`"]),
     "text for messages": ({"messages": "hi"}, ["`messages` is a str, not a list of messages"]),
     "no assistant": ({"messages": TALKS[0]["messages"][:1]}, ["no turn of the assistant"]),

@@ -1,6 +1,7 @@
 """Training for no steps: the initial model is evaluated and saved, and the run can continue."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,7 +12,10 @@ from quick import quick_module
 
 import meshwright as mw
 from meshwright.cli.main import main
+from meshwright.config.schema import Config
 from meshwright.errors import UserError
+from meshwright.models.gpt import GPT
+from meshwright.trainer.starting.run_warnings import _long_warmup, fitting_warmup
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -45,6 +49,30 @@ def test_a_folder_is_evaluated_without_training():
     first, second = str(result).splitlines()
     assert first.startswith("trained nothing on 1 device in ")
     assert second == f"held out {result.eval_loss:.4f}"
+
+
+def test_a_result_generates_with_the_tokenizer_of_its_data(tmp_path):
+    sizes = {"num_blocks": 1, "hidden_size": 8, "num_heads": 2, "context_length": 17}
+    talks = [{"prompt": "a", "completion": "b"}] * 8
+    data = mw.ChatData(records=talks, sequence_length=16, cache_dir=str(tmp_path))
+    trainer = mw.Trainer(
+        model=lambda rngs: GPT(vocab_size=256, rngs=rngs, **sizes),
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+    )
+    result = trainer.fit(data, steps=0, batch_size=8)
+    for each in (result, replace(result, run_dir=tmp_path)):
+        assert isinstance(each.generate(["a"], max_new_tokens=1).texts[0], str)
+
+
+@pytest.mark.parametrize("chosen", [(), ("optimizer.warmup_steps",)])
+def test_no_steps_need_no_warm_up(chosen):
+    kinds = {"model": "gpt", "task": "language_modeling", "data": "text", "optimizer": "sgd"}
+    values = {"training": {"steps": 0}, **{name: {"kind": kind} for name, kind in kinds.items()}}
+    values["optimizer"]["warmup_steps"] = 100
+    config = Config.parse(values)
+    assert fitting_warmup(config, chosen, None) == (config, [])
+    assert _long_warmup(config, 0, 8) == []
 
 
 def test_fewer_than_no_steps_are_refused():

@@ -21,6 +21,8 @@ LossOn = Literal["assistant", "last", "all"]
 
 ASSISTANT = "assistant"
 
+CONVERT = "; convert `from` to `role` (human to user, gpt to assistant) and `value` to `content`"
+
 
 @dataclass(frozen=True)
 class ChatText:
@@ -178,9 +180,8 @@ def read_messages(given: Any, name: str) -> list[Message]:
             raise ValueError(f"message {number} of `{name}` is {a_type(message)}, not an object")
         known = {str(key): value for key, value in message.items() if value is not None}
         if not isinstance(known.get("role"), str):
-            raise ValueError(
-                f"message {number} of `{name}` has no `role`, but {', '.join(known) or 'nothing'}"
-            )
+            own = f"{', '.join(known) or 'nothing'}{CONVERT if 'from' in known else ''}"
+            raise ValueError(f"message {number} of `{name}` has no `role`, but {own}")
         # A turn that only calls tools has no content.
         content = known.get("content", "")
         if isinstance(content, list) and all(_is_text(part) for part in content):

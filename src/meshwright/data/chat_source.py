@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_rows import ChatEncoder, ChatText, LossOn
+from meshwright.data.chat_rows import CONVERT, ChatEncoder, ChatText, LossOn
 from meshwright.data.chat_template import (
     ChatTemplate,
     no_template,
@@ -157,7 +157,7 @@ class ChatFields:
             own = ", ".join(f"`{key}`" for key in known) or "nothing"
             raise ValueError(
                 f"it has neither `{self.messages}`, nor `{self.prompt}` with `{self.completion}`, "
-                f"nor `{self.text}`, but {own}"
+                f"nor `{self.text}`, but {own}{CONVERT if 'conversations' in known else ''}"
             )
         if not any(begin < end for begin, end in made.learned):
             raise ValueError("it has no turn of the assistant, so there is nothing to learn")

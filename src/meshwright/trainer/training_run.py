@@ -286,6 +286,7 @@ class TrainingRun:
             hf_files=hf_files,
             skipped=self._skipped,
             extra=extra,
+            tokenizer=self._data.tokenizer,
             **attempts_so_far(seconds),
         )
 

@@ -111,7 +111,7 @@ def fitting_warmup(
         before: the checkpoint that the run resumes from.
     """
     warmup, steps = config.optimizer.warmup_steps, training_duration(config).steps
-    if WARMUP in chosen:
+    if WARMUP in chosen or steps == 0:
         return config, []
     fitting = warmup if steps is None else min(warmup, steps // 10)
     if before is not None and before.config:
@@ -170,7 +170,7 @@ def _overridden_steps(config: Config, total: int | None, overrides: Iterable[str
 
 def _long_warmup(config: Config, steps: int | None, batch_size: int) -> list[str]:
     warmup = config.optimizer.warmup_steps
-    if steps is None or not warmup or warmup < steps:
+    if not steps or not warmup or warmup < steps:
         return []
     rate = learning_rate(config, batch_size, steps)
     return [

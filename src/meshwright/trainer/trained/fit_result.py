@@ -52,6 +52,7 @@ class FitResult:
         run_dir: the run folder; None for a run without one.
         hf_files: what an export to Hugging Face's format needs, by file name.
         extra: further results, such as a sample of text.
+        tokenizer: that of the data; None if it is not known.
         goodput: the share of the time since the start, with earlier attempts of the same launch,
             that went into steps whose results were kept; None if the result was restored.
         attempts: how often the launcher has started the processes.
@@ -73,6 +74,7 @@ class FitResult:
     goodput: float | None = None
     attempts: int = 1
     skipped: int = 0
+    tokenizer: Any = None
     updates = formerly("steps")
     updates_before = formerly("steps_before")
 
@@ -211,8 +213,9 @@ class FitResult:
             settings: arguments of `mw.generate`. The tokenizer is that of the run, and the weights
                 are in the format that the run computed in, unless they say otherwise.
         """
-        if self.run_dir is not None:
-            settings.setdefault("tokenizer", read_text_settings(self.run_dir))
+        kept = None if self.run_dir is None else read_text_settings(self.run_dir)
+        known = kept if kept and kept.tokenizer else self.tokenizer or kept
+        settings.setdefault("tokenizer", known)
         settings.setdefault("dtype", HALF.get(self.assembled.plan.precision))
         return generate(self.model, prompts, **settings)
 
