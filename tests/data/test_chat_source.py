@@ -155,6 +155,22 @@ def test_what_does_not_fit_is_cut_dropped_or_refused_and_counted(write):
         chat(path, sequence_length=4)
 
 
+@pytest.mark.parametrize("settings", [{}, {"template": "chatml", "sequence_length": 99}])
+def test_empty_answers_are_counted(write, settings):
+    empty = talk("a", "")["messages"]
+    twice = {"messages": [*empty, *empty]}
+    pair = {"prompt": empty[:1], "completion": empty[1:]}
+    others = [talk("a", "b"), talk("", ";"), {"text": ";"}, {"prompt": "a", "completion": "b"}]
+    path = write([talk("hi", ""), *others, twice, pair])
+    for _ in range(2):
+        take_origins()
+        chat(path, **settings)
+        told = "\n".join(take_origins())
+        assert "with an empty answer, of which only the end is learned: 3 of 7 conv" in told
+    chat(path, loss_on="all", **settings)
+    assert "empty answer" not in "\n".join(take_origins())
+
+
 BAD = {
     "ShareGPT": (
         {"conversations": [{"from": "human", "value": "Hello"}]},

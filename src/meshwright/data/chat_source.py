@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_rows import CONVERT, ChatEncoder, ChatText, LossOn
+from meshwright.data.chat_rows import ASSISTANT, CONVERT, ChatEncoder, ChatText, LossOn
 from meshwright.data.chat_template import (
     ChatTemplate,
     no_template,
@@ -338,10 +338,12 @@ def _rows(
     suffix = f"{too_long}-{'best' if apart else 'single'}-rows-of-{row_length}"
     index = packed(entry, suffix, parts, row_length, corpus.name)
     empty = len(lengths) - len(index.starts) - (long if too_long == "drop" else 0)
+    bare = _empty_answers(encoder, tokens, boundaries)
     done = "dropped" if too_long == "drop" else "cut"
     facts = {
         f"longer than a row of {row_length:,} tokens, and {done}": long,
         "without anything to learn within a row, and left out": empty,
+        "with an empty answer, of which only the end is learned": bare,
     }
     for what, count in facts.items():
         if count:
@@ -355,3 +357,18 @@ def _rows(
         )
     rows = LearnedRows(tokens, boundaries, index, corpus.name, encoder.tokenizer, apart)
     return with_count(rows, corrupt)
+
+
+def _empty_answers(encoder: ChatEncoder, tokens: Ints, boundaries: Ints) -> int:
+    """Return how many conversations have an answer of which only the end of the turn is learned."""
+    said = [{"role": role, "content": text} for role, text in (("user", "a"), (ASSISTANT, ""))]
+    try:
+        row = encoder.row(encoder.conversation(said))
+    except (UserError, ValueError):
+        return 0
+    end, learned = ~row.ids[row.mask], tokens < 0
+    learned[boundaries[:-1]] = False
+    begins, ends = np.flatnonzero(np.diff(learned, prepend=False, append=False)).reshape(-1, 2).T
+    begins = begins[ends - begins == len(end)]
+    begins = begins[(tokens[begins[:, None] + np.arange(len(end))] == end).all(axis=1)]
+    return len(np.unique(np.searchsorted(boundaries, begins, side="right")))

@@ -214,10 +214,9 @@ class FitResult:
                 are in the format that the run computed in, unless they say otherwise.
         """
         kept = None if self.run_dir is None else read_text_settings(self.run_dir)
-        known = kept if kept and kept.tokenizer else self.tokenizer or kept
-        settings.setdefault("tokenizer", known)
-        settings.setdefault("dtype", HALF.get(self.assembled.plan.precision))
-        return generate(self.model, prompts, **settings)
+        own = kept if kept and kept.tokenizer else self.tokenizer or kept
+        defaults = {"tokenizer": own, "dtype": HALF.get(self.assembled.plan.precision)}
+        return generate(self.model, prompts, **{**defaults, **settings})
 
     def summary(self) -> dict[str, Any]:
         """Return the content of result.json."""
