@@ -76,8 +76,8 @@ def published_config(kind: str, arguments: Mapping[str, Any], kept: HfConfig) ->
 
 def token_ids(kept: KeptFiles) -> dict[str, int | None]:
     """Return the tokens around a text for config.json; None, or transformers would take others."""
-    files = (json.loads(kept.get(name, "{}")) for name in (_TOKENIZER_FILES[0], TOKENIZER))
-    names, tokenizer = files
+    read = (_TOKENIZER_FILES[0], TOKENIZER)
+    names, tokenizer = (json.loads(kept.get(name, "{}")) for name in read)
     words = tokenizer.get("model", {}).get("vocab")
     ids = dict(words) if isinstance(words, dict) else {}
     ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}

@@ -179,7 +179,7 @@ def _hf_files(
         tokenizer=asked.tokenizer,
     )
     data: Any = asked.config.get("data", {}) if asked.config else {}
-    given = data.get("template") if data.get("kind") in ("chat", "mixture") else None
+    given = data.get("template") if data.get("kind") in ("chat", "mixture", "preference") else None
     template = find_template(given, asked.tokenizer)
     return files | ({} if template is None else {TEMPLATE: template.text})
 

@@ -215,8 +215,9 @@ class FitResult:
         """
         kept = None if self.run_dir is None else read_text_settings(self.run_dir)
         own = kept if kept and kept.tokenizer else self.tokenizer or kept
-        defaults = {"tokenizer": own, "dtype": HALF.get(self.assembled.plan.precision)}
-        return generate(self.model, prompts, **{**defaults, **settings})
+        settings.setdefault("tokenizer", own)
+        settings.setdefault("dtype", HALF.get(self.assembled.plan.precision))
+        return generate(self.model, prompts, **settings)
 
     def summary(self) -> dict[str, Any]:
         """Return the content of result.json."""
