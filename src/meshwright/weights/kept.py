@@ -76,8 +76,7 @@ def published_config(kind: str, arguments: Mapping[str, Any], kept: HfConfig) ->
 
 def token_ids(kept: KeptFiles) -> dict[str, int | None]:
     """Return the tokens around a text for config.json; None, or transformers would take others."""
-    read = (_TOKENIZER_FILES[0], TOKENIZER)
-    names, tokenizer = (json.loads(kept.get(name, "{}")) for name in read)
+    names, tokenizer = (json.loads(kept.get(n, "{}")) for n in (_TOKENIZER_FILES[0], TOKENIZER))
     words = tokenizer.get("model", {}).get("vocab")
     ids = dict(words) if isinstance(words, dict) else {}
     ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
