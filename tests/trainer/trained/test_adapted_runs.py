@@ -83,6 +83,15 @@ def test_another_base_is_refused(run, tmp_path):
         fit(tmp_path / "run", 5)
 
 
+def test_another_alpha_is_refused(run):
+    scaled, accept = mw.LoRA(rank=2, alpha=8), mw.CheckpointConfig(accept_changes=True)
+    message = r"lora\.alpha was 2 in the checkpoint .*4 and is 8\n(.*\n)*.*alpha=2"
+    with pytest.raises(mw.UserError, match=message):
+        trainer(lora=scaled).fit(
+            DATA, steps=5, batch_size=8, run_dir=run.run_dir, checkpoint=accept
+        )
+
+
 def test_patterns_freeze_the_rest(tmp_path):
     settings = {"lora": None, "trainable": ["last.**"]}
     before = Net(rngs=nnx.Rngs(0))

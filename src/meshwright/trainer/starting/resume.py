@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from meshwright.checkpoint.reader import read_run_id
 from meshwright.data.contents import DataFingerprint
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
+from meshwright.program.trace.adapters import Adapter
 from meshwright.runtime.attempts import EarlierAttempts
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -205,6 +206,23 @@ def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
                     fix="use the model and the optimizer it was trained with, or another folder "
                     f"({Setting('hydra.run.dir', ANY)})",
                 )
+
+
+def check_same_scales(point: ResumePoint, adapters: Collection[Adapter]) -> None:
+    """Raise if adapters are multiplied by something else than those of a checkpoint were."""
+    base = find_base(point.folder)
+    before = {} if base is None else {each.path: each for each in base.adapters}
+    for now in adapters:
+        was = before.get(now.path, now)
+        if not math.isclose(was.scale, now.scale, rel_tol=1e-6):
+            old, new = was.scale * was.rank, now.scale * now.rank
+            raise UserError(
+                f"lora.alpha was {old:g} in the checkpoint {point.path} and is {new:g}",
+                why="adapters are multiplied by alpha / rank, and the checkpoints of a run, "
+                "its exports and its later steps must agree about it",
+                fix=f"write {Setting('lora.alpha', round(old, 6))}, or start a new run in another "
+                f"{Setting('hydra.run.dir')}",
+            )
 
 
 def check_same_run(
