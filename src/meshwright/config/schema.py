@@ -319,7 +319,7 @@ class LoRA(Frozen):
         rank: the rank of every adapter; null trains without adapters.
         alpha: adapters are multiplied by alpha / rank; null is the rank itself.
         targets: path patterns of the weights to adapt, such as ``blocks.*.attn.**``; null adapts
-            every linear layer and convolution, without embeddings and a head of their shape.
+            every linear layer and convolution, without embeddings and the layer of the logits.
         dropout: the share of an adapter's inputs that are dropped while training.
         base_dtype: the format in which frozen weights are kept; null keeps them as they are.
         init_from: a PEFT folder whose adapters training starts from.

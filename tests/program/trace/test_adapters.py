@@ -12,7 +12,7 @@ from program.programs import evaluate, quick
 
 from meshwright import LoRA, UserError, reference
 from meshwright.program.trace.build_model import describe_model
-from meshwright.program.trace.choose_adapters import adapt_model
+from meshwright.program.trace.choose_adapters import adapt_model, describe_adapters
 from meshwright.program.trace.traced_loss import trace_loss
 from meshwright.program.trace.trained_leaves import trained_by
 
@@ -134,6 +134,34 @@ def test_a_program_with_adapters_computes_what_merged_weights_compute(build):
     expected, metrics = quick(lambda *values: loss(leaves.merge(values), {"x": x}))(*values)
     np.testing.assert_allclose(found.objective.total, expected, rtol=2e-5)
     np.testing.assert_allclose(found.metrics["size"].total, metrics["size"], rtol=2e-5)
+
+
+class Classes(nnx.Module):
+    """A table of positions, layers of its shape, and one that makes logits over another table."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.tokens, self.places = nnx.Embed(7, 6, rngs=rngs), nnx.Embed(8, 6, rngs=rngs)
+        self.up, self.down = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 6, rngs=rngs)
+        self.head = nnx.Linear(6, 7, rngs=rngs)
+
+    def __call__(self, x):
+        tokens = jnp.abs(x * 3).astype(jnp.int32) % 7
+        x = self.tokens(tokens) + self.places(jnp.arange(x.shape[1]))
+        return self.head(nnx.remat(lambda model, x: model.down(nnx.gelu(model.up(x))))(self, x))
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_targets_follow_from_uses_and_not_from_shapes(softmax):
+    def of_logits(model, batch):
+        logits = model(batch["x"])
+        return (nnx.log_softmax(logits) if softmax else logits).mean()
+
+    leaves, *_ = adapted(Classes, (4, 6), of_logits)
+    assert {a.path for a in leaves.adapters.values()} - {"head.kernel"} == {
+        "up.kernel", "down.kernel",
+    }  # fmt: skip
+    left_out = "head.kernel, " * softmax + "places.embedding, tokens.embedding"
+    assert describe_adapters(leaves).endswith(f"up.kernel; left out: {left_out}")
 
 
 def test_switching_off_gives_the_base_exactly():

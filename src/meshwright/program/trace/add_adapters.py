@@ -188,7 +188,7 @@ class _Adding(Evaluator):
             if (after := moved(view, eqn, others)) is not None:
                 self._views[eqn.outvars[0]] = after
                 return bind(eqn, env.operands(eqn))
-        use = _USES.get(name)
+        use = USES.get(name)
         split = use and use.split(eqn, viewed[0], view) if len(viewed) == 1 else None
         if not use or split is None:
             self._other(eqn, viewed)
@@ -396,8 +396,9 @@ class _Convolution:
         return jnp.moveaxis(added, -1, features)
 
 
-_USES: dict[str, Any] = {
+USES: dict[str, Any] = {
     "dot_general": _Product,
     "gather": _Lookup,
     "conv_general_dilated": _Convolution,
 }
+"""What an adapter can be added to, by primitive."""

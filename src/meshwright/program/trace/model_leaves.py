@@ -87,6 +87,7 @@ class ModelLeaves:
         leaves: description of every leaf.
         classes: the classes of its modules.
         adapters: by number of a leaf, its adapter, whose factors are the last leaves.
+        left_out: paths of weights that could have an adapter and have none.
         lora: which adapters the model is to have; None for none.
         keeps_base: whether checkpoints leave out the weights that training does not change.
         evaluated: whether adapters drop nothing.
@@ -97,6 +98,7 @@ class ModelLeaves:
     _graphdef: Any
     _entries: tuple[_Entry, ...]
     adapters: Mapping[int, Adapter] = field(default_factory=dict[int, Adapter])
+    left_out: tuple[str, ...] = ()
     lora: LoRA | None = None
     keeps_base: bool = False
     evaluated: bool = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.errors import OutOfMemory, Spelling, current_spelling
+from meshwright.program.trace.choose_adapters import describe_adapters
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
@@ -112,6 +113,8 @@ class Restoring:
     def first_state(self, tracker: Tracker, progress: Progress, callbacks: Callbacks) -> TrainState:
         """Return the state to start from, restored if there is a checkpoint to resume from."""
         start = self._start
+        if adapted := describe_adapters(self._assembled.model_leaves):
+            tracker.event("note", 0, adapted, {})
         if self.point is None:
             done = progress.step = start.steps
             if done:
