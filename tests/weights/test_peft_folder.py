@@ -12,7 +12,7 @@ from quick import quick_module
 import meshwright as mw
 from meshwright.program.trace.adapters import Adapter, Split, merge_adapters
 from meshwright.program.trace.build_model import describe_model
-from meshwright.weights.peft_folder import read_peft, write_peft
+from meshwright.weights.peft_folder import other_base, read_peft, write_peft
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -84,5 +84,12 @@ def test_other_kinds_of_adapters_are_refused(tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(mw.UserError, match=r"not supported\n.*use_dora=True"):
         read_peft(folder, "llama3", ADAPTERS)
-    with pytest.raises(mw.UserError, match="is not a PEFT folder"):
+    with pytest.raises(mw.UserError, match=r"is not a PEFT folder\n(.*\n)*.*export RUN --to peft"):
         read_peft(HF / "llama", "llama3", ADAPTERS)
+
+
+def test_adapters_of_another_base_are_told(tmp_path):
+    assert not other_base(PEFT, HF / "llama")
+    assert not other_base(PEFT, tmp_path / "models--llama" / "snapshots" / "0a1b")
+    assert not other_base(PEFT, None)
+    assert "trained on llama, and the run's base is" in other_base(PEFT, HF / "mistral")

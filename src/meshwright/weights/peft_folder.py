@@ -156,6 +156,18 @@ def _short(modules: Sequence[str], every: Sequence[str]) -> list[str]:
     return sorted(short) if kernels == {f"{m}.weight" for m in modules} else sorted(modules)
 
 
+def other_base(folder: Path, weights: str | Path | None) -> str:
+    """Warn if a PEFT folder names another base than these weights; empty if none can be told."""
+    named, own = _read_config(folder).get("base_model_name_or_path"), Path(weights or "").resolve()
+    if not named or weights is None or own == Path(named).resolve():
+        return ""
+    # A name of the Hub, or a folder of another machine.
+    alike = Path(named).name == own.name or f"--{named.replace('/', '--')}" in str(own)
+    if alike and not Path(named).is_dir():
+        return ""
+    return f"the adapters in {folder} were trained on {named}, and the run's base is {weights}"
+
+
 def read_peft(folder: Path, kind: str, adapters: Sequence[Adapter]) -> dict[str, NDArray[Any]]:
     """Return the factors of adapters that a PEFT folder has, by path.
 
@@ -164,10 +176,7 @@ def read_peft(folder: Path, kind: str, adapters: Sequence[Adapter]) -> dict[str,
         kind: the kind of the model.
         adapters: the adapters of the run.
     """
-    try:
-        config = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not a PEFT folder", why=f"{PEFT_CONFIG}: {error}") from error
+    config = _read_config(folder)
     _check(folder, config, adapters[0].rank)
     have = read_header(folder / PEFT_WEIGHTS)
     scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1)
@@ -214,3 +223,12 @@ def _check(folder: Path, config: Mapping[str, Any], rank: int) -> None:
             f"the adapters in {folder} have rank {config['r']}, and those of the run {rank}",
             fix=f"write {Setting('lora.rank', config['r'])}",
         )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = "of a run, write one first: meshwright export RUN --to peft FOLDER"
+        why = f"{PEFT_CONFIG}: {error}"
+        raise UserError(f"{folder} is not a PEFT folder", why=why, fix=fix) from error

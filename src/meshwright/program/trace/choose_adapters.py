@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.config.schema import LoRA
@@ -28,9 +27,6 @@ from meshwright.trees import Batch
 TARGETS = "lora.targets"
 
 _ENTERED = CALLS | REMATS | CUSTOM_DERIVATIVES | {"scan", "while", "cond"}
-
-_Fact = tuple[frozenset[int], frozenset[int]]
-"""The weights that a value is, and those whose products it is computed from."""
 
 
 def adapt_model(model_leaves: ModelLeaves, loss: Loss, batch: Batch) -> ModelLeaves:
@@ -65,67 +61,49 @@ def adapt_model(model_leaves: ModelLeaves, loss: Loss, batch: Batch) -> ModelLea
     return replace(model_leaves.with_adapters(adapters), left_out=tuple(others))
 
 
-def describe_adapters(model_leaves: ModelLeaves) -> str:
+def describe_adapters(leaves: ModelLeaves) -> str:
     """Say in one line which weights have adapters, and which could have one; empty without any."""
-    paths = [adapter.path for adapter in model_leaves.adapters.values()]
-    with_one, without = (
-        ", ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in each))
-        for each in (paths, model_leaves.left_out)
-    )
-    if not paths:
-        return ""
-    return f"adapted: {with_one}" + (f"; left out: {without}" if without else "")
+    both = [each.path for each in leaves.adapters.values()], leaves.left_out
+    short = (dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths) for paths in both)
+    adapted, left_out = map(", ".join, short)
+    return adapted and f"adapted: {adapted}" + (left_out and f"; left out: {left_out}")
 
 
 def _linear(closed: ClosedJaxpr, frozen: Mapping[int, Leaf], uses: Mapping[int, Uses]) -> list[int]:
     """Return linear layers and convolutions: no tables, and no layer of logits over a table."""
-    tables = [n for n in frozen if uses[n].lookup]
-    rows = {_size(frozen[n], uses[n].splits[0].inputs) for n in tables}
-    plain = {n: use.split for n, use in uses.items() if use.split and not use.lookup}
-    heads = _logits(closed, list(plain)) if rows else set[int]()
-    return [
-        n
-        for n, split in plain.items()
-        if n not in heads or _size(frozen[n], split.outputs) not in rows
-    ]
-
-
-def _size(leaf: Leaf, dims: Iterable[int]) -> int:
-    return math.prod(leaf.shape[d] for d in dims)
+    rows = {leaf.shape[0] for n, leaf in frozen.items() if uses[n].lookup}
+    plain = {n: use.split.outputs for n, use in uses.items() if use.split and not use.lookup}
+    over = {n for n in plain if any(frozen[n].shape[d] in rows for d in plain[n])}
+    heads = over & _logits(closed, plain) if over else over
+    return [n for n in plain if n not in heads]
 
 
 def _logits(closed: ClosedJaxpr, leaves: Collection[int]) -> set[int]:
-    """Return the weights whose products are exponentiated, and no other weight's inputs."""
-    none = frozenset[int]()
-    followed, exponents = set[int](), set[int]()
+    """Return the weights whose products are exponentiated, and not multiplied by other weights."""
+    none, followed, exponents = frozenset[int](), set[int](), set[int]()
 
-    def rule(eqn: Equation, facts: list[_Fact]) -> list[_Fact]:
+    def rule(eqn: Equation, facts: list[frozenset[int]]) -> list[frozenset[int]]:
+        """Follow weights by number, and what is computed from their products by ~number."""
         name = eqn.primitive.name
         if name in _ENTERED:
             programs = [program.jaxpr for program, _ in called_programs(eqn)]
-            runs = [
-                propagate(inner, facts[-len(inner.invars) :], (none, none), rule)
-                for inner in (programs[-1:] if name == "while" else programs)
-            ]
-            return [_union(each) for each in zip(*runs, strict=True)]
-        weights, products = _union(facts)
+            # The first program of a while loop is its condition.
+            programs = programs[name == "while" :]
+            runs = [propagate(p, facts[len(facts) - len(p.invars) :], none, rule) for p in programs]
+            return [none.union(*each) for each in zip(*runs, strict=True)]
+        found = none.union(*facts)
+        weights = {n for n in found if n >= 0}
         if weights and name in USES:
-            followed.update(products)
-            weights, products = none, weights
+            followed.update(found - weights)
+            found = frozenset(~n for n in weights)
         elif name == "exp":
-            exponents.update(products)
-        return [(weights, products)] * len(eqn.outvars)
+            exponents.update(found)
+        return [found] * len(eqn.outvars)
 
     inputs = range(len(closed.jaxpr.invars))
-    given = [(frozenset({n}) if n in leaves else none, none) for n in inputs]
-    propagate(closed.jaxpr, given, (none, none), rule)
-    return exponents - followed
-
-
-def _union(facts: Iterable[_Fact]) -> _Fact:
-    pairs = [(frozenset[int](), frozenset[int]()), *facts]
-    weights, products = (frozenset[int]().union(*each) for each in zip(*pairs, strict=True))
-    return weights, products
+    given = [frozenset({n}) if n in leaves else none for n in inputs]
+    propagate(closed.jaxpr, given, none, rule)
+    return {~n for n in exponents - followed}
 
 
 def _named(

@@ -23,7 +23,7 @@ from meshwright.trainer.starting.resume import (
     ResumePoint,
     check_fits,
     check_same_run,
-    check_same_scales,
+    check_same_scale,
     earlier_evaluations,
     find_resume_point,
     restore,
@@ -85,7 +85,7 @@ class Restoring:
         before, now, config = point.metadata.training, self._metadata.training, self.asked.config
         check_same_average(before, now, point.path)
         check_fits(point, self._form)
-        check_same_scales(point, self._assembled.model_leaves.adapters.values())
+        check_same_scale(point, self._assembled.model_leaves.adapters.values())
         data = self._metadata.data_like(point.metadata)
         self._compared = data.compared if point.metadata.dataset == data.text else ""
         from_python = not config and not point.metadata.config

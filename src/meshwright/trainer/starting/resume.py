@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,20 +208,16 @@ def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
                 )
 
 
-def check_same_scales(point: ResumePoint, adapters: Collection[Adapter]) -> None:
+def check_same_scale(point: ResumePoint, adapters: Iterable[Adapter]) -> None:
     """Raise if adapters are multiplied by something else than those of a checkpoint were."""
     base = find_base(point.folder)
-    before = {} if base is None else {each.path: each for each in base.adapters}
-    for now in adapters:
-        was = before.get(now.path, now)
+    for was, now in zip(() if base is None else base.adapters, adapters, strict=False):
         if not math.isclose(was.scale, now.scale, rel_tol=1e-6):
-            old, new = was.scale * was.rank, now.scale * now.rank
+            old, new = (round(each.scale * each.rank, 6) for each in (was, now))
             raise UserError(
                 f"lora.alpha was {old:g} in the checkpoint {point.path} and is {new:g}",
-                why="adapters are multiplied by alpha / rank, and the checkpoints of a run, "
-                "its exports and its later steps must agree about it",
-                fix=f"write {Setting('lora.alpha', round(old, 6))}, or start a new run in another "
-                f"{Setting('hydra.run.dir')}",
+                why="adapters are multiplied by alpha / rank, and a run folder remembers one alpha",
+                fix=f"write {Setting('lora.alpha', old)}, or start a new run in another folder",
             )
 
 

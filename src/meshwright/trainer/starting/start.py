@@ -36,7 +36,7 @@ from meshwright.weights.hf_folder import describe_differences, open_folder
 from meshwright.weights.hf_model import HfModel, check_numbers
 from meshwright.weights.kept import keep_files, read_kept
 from meshwright.weights.load import load_state, weights_of
-from meshwright.weights.peft_folder import read_peft
+from meshwright.weights.peft_folder import other_base, read_peft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +122,16 @@ def _with_adapters(start: Start, folder: str, asked: FitSettings, assembled: Ass
     """Return a start with the adapters of a PEFT folder, which is read before anything compiles."""
     adapters = list(assembled.model_leaves.adapters.values())
     kind, _ = read_kind(asked.config, start.hf_files)
-    saved = read_peft(check_path("lora.init_from", folder), kind, adapters)
+    path = check_path("lora.init_from", folder)
+    saved = read_peft(path, kind, adapters)
 
     def replaced() -> TrainState:
         values = assembled.canonical(start.state())
         return assembled.start([saved.get(path, value) for path, value in values.items()])
 
-    return replace(start, state=replaced)
+    remarks = filter(None, [*start.remarks, other_base(path, start.weights)])
+    source = "; ".join(filter(None, [start.source, f"adapters of {path}"]))
+    return replace(start, state=replaced, remarks=tuple(remarks), source=source)
 
 
 def _weights_folder(trainer: TrainerSettings) -> str | Path | None:
