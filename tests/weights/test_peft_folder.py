@@ -93,3 +93,14 @@ def test_adapters_of_another_base_are_told(tmp_path):
     assert not other_base(PEFT, tmp_path / "models--llama" / "snapshots" / "0a1b")
     assert not other_base(PEFT, None)
     assert "trained on llama, and the run's base is" in other_base(PEFT, HF / "mistral")
+
+
+def test_a_folder_of_adapters_is_no_model():
+    with pytest.raises(mw.UserError, match=r"is a PEFT folder\n(.*\n)*.*init_from"):
+        mw.load_model(PEFT)
+
+
+def test_a_single_pattern_is_one_target():
+    assert mw.LoRA(rank=2, targets="up.**").targets == ("up.**",)
+    with pytest.raises(mw.UserError, match="or the `r` of its adapter_config"):
+        mw.LoRA(init_from=str(PEFT))

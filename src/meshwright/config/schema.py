@@ -327,7 +327,9 @@ class LoRA(Frozen):
 
     rank: Count | None = None
     alpha: float | None = Field(default=None, gt=0)
-    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
+    targets: Annotated[
+        tuple[str, ...] | None, BeforeValidator(lambda x: (x,) if isinstance(x, str) else x)
+    ] = Field(default=None, min_length=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     init_from: str | None = None
@@ -338,7 +340,8 @@ class LoRA(Frozen):
         if self.rank is None and any(getattr(self, key) for key in others):
             raise UserError(
                 f"{Setting(f'lora.{others[0]}')} has no effect without adapters",
-                fix=f"write {Setting('lora.rank', 16)} too",
+                fix=f"write {Setting('lora.rank', 16)} too"
+                + (", or the `r` of its adapter_config.json" if self.init_from else ""),
             )
         return self
 

@@ -8,13 +8,7 @@ from dataclasses import replace
 
 from meshwright.config.schema import LoRA
 from meshwright.errors import Setting, UserError
-from meshwright.program.jaxpr.equations import (
-    CALLS,
-    CUSTOM_DERIVATIVES,
-    REMATS,
-    ClosedJaxpr,
-    Equation,
-)
+from meshwright.program.jaxpr.equations import CALLS, REMATS, ClosedJaxpr, Equation
 from meshwright.program.jaxpr.names import matches
 from meshwright.program.jaxpr.walks import called_programs, propagate
 from meshwright.program.trace.adapters import Adapter
@@ -26,7 +20,7 @@ from meshwright.trees import Batch
 
 TARGETS = "lora.targets"
 
-_ENTERED = CALLS | REMATS | CUSTOM_DERIVATIVES | {"scan", "while", "cond"}
+_ENTERED = CALLS | REMATS | {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call"}
 
 
 def adapt_model(model_leaves: ModelLeaves, loss: Loss, batch: Batch) -> ModelLeaves:
@@ -74,7 +68,7 @@ def _linear(closed: ClosedJaxpr, frozen: Mapping[int, Leaf], uses: Mapping[int, 
     rows = {leaf.shape[0] for n, leaf in frozen.items() if uses[n].lookup}
     plain = {n: use.split.outputs for n, use in uses.items() if use.split and not use.lookup}
     over = {n for n in plain if any(frozen[n].shape[d] in rows for d in plain[n])}
-    heads = over & _logits(closed, plain) if over else over
+    heads = over and over & _logits(closed, plain)
     return [n for n in plain if n not in heads]
 
 
@@ -86,10 +80,9 @@ def _logits(closed: ClosedJaxpr, leaves: Collection[int]) -> set[int]:
         """Follow weights by number, and what is computed from their products by ~number."""
         name = eqn.primitive.name
         if name in _ENTERED:
-            programs = [program.jaxpr for program, _ in called_programs(eqn)]
             # The first program of a while loop is its condition.
-            programs = programs[name == "while" :]
-            runs = [propagate(p, facts[len(facts) - len(p.invars) :], none, rule) for p in programs]
+            bodies = [program.jaxpr for program, _ in called_programs(eqn)][name == "while" :]
+            runs = [propagate(p, facts[len(facts) - len(p.invars) :], none, rule) for p in bodies]
             return [none.union(*each) for each in zip(*runs, strict=True)]
         found = none.union(*facts)
         weights = {n for n in found if n >= 0}
@@ -100,8 +93,7 @@ def _logits(closed: ClosedJaxpr, leaves: Collection[int]) -> set[int]:
             exponents.update(found)
         return [found] * len(eqn.outvars)
 
-    inputs = range(len(closed.jaxpr.invars))
-    given = [frozenset({n}) if n in leaves else none for n in inputs]
+    given = [frozenset({n}) if n in leaves else none for n in range(len(closed.jaxpr.invars))]
     propagate(closed.jaxpr, given, none, rule)
     return {~n for n in exponents - followed}
 

@@ -103,8 +103,8 @@ class Base:
             raise UserError(
                 f"the base of {self.run} is not there",
                 why=f"it was trained on the weights in {path}: {error.what}",
-                fix=f"put the folder back, or write its new place as `weights` in "
-                f"{self.run / RECORD}; to resume, {Setting('model.weights', ANY)} is enough",
+                fix="put the folder back, or write its new place as `weights` in "
+                f"{self.run / RECORD} (and, to resume, as {Setting('model.weights', ANY)})",
             ) from error
         return find_weights(folder, {path: tuple(s) for path, s in self.shapes.items()})
 

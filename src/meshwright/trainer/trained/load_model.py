@@ -21,7 +21,7 @@ from meshwright.checkpoint.reader import FOLDER
 from meshwright.config.argument_checks import check_path
 from meshwright.config.groups import download_command, is_hub_name
 from meshwright.config.schema import Config
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.inputs.user_model import model_source
 from meshwright.models import find_builder
 from meshwright.program.trace.adapters import merge_adapters
@@ -39,6 +39,7 @@ from meshwright.weights.hf_folder import CONFIG, describe_differences, is_hf_fol
 from meshwright.weights.hf_model import hf_model
 from meshwright.weights.kept import read_kept
 from meshwright.weights.match import find_weights
+from meshwright.weights.peft_folder import PEFT_CONFIG
 
 
 @also_called(update="step")
@@ -74,6 +75,9 @@ def load_model(
         error = missing_folder(path.absolute())
         hint = f"a model of Hugging Face is downloaded first ({download_command(str(run))})"
         raise UserError(error.what, why=error.why, fix=f"{error.fix}; {hint}")
+    if (path / PEFT_CONFIG).is_file():
+        fix = f"start a run from it ({Setting('lora.init_from', str(path))}) and use that"
+        raise UserError(f"{path} is a PEFT folder", why="it has adapters without a base", fix=fix)
     if which != "last":
         step = choose_checkpoint(path, step, which)[1]
     folder, named = find_store(path)
