@@ -158,12 +158,11 @@ def _short(modules: Sequence[str], every: Sequence[str]) -> list[str]:
 
 def other_base(folder: Path, weights: str | Path | None) -> str:
     """Warn if a PEFT folder names another base than these weights; empty if none can be told."""
-    named, own = _read_config(folder).get("base_model_name_or_path"), Path(weights or "").resolve()
-    if not named or weights is None or own == Path(named).resolve():
-        return ""
-    # A name of the Hub, or a folder of another machine.
-    alike = Path(named).name == own.name or f"--{named.replace('/', '--')}" in str(own)
-    if alike and not Path(named).is_dir():
+    own = Path(weights or "").resolve()
+    named = Path(_read_config(folder).get("base_model_name_or_path") or own)
+    # It may be a name of the Hub, or a folder of another machine.
+    alike = named.name == own.name or f"--{str(named).replace('/', '--')}" in str(own)
+    if weights is None or named.resolve() == own or (alike and not named.is_dir()):
         return ""
     return f"the adapters in {folder} were trained on {named}, and the run's base is {weights}"
 

@@ -401,4 +401,3 @@ USES: dict[str, Any] = {
     "gather": _Lookup,
     "conv_general_dilated": _Convolution,
 }
-"""What an adapter can be added to, by primitive."""

@@ -68,8 +68,7 @@ def _linear(closed: ClosedJaxpr, frozen: Mapping[int, Leaf], uses: Mapping[int, 
     rows = {leaf.shape[0] for n, leaf in frozen.items() if uses[n].lookup}
     plain = {n: use.split.outputs for n, use in uses.items() if use.split and not use.lookup}
     over = {n for n in plain if any(frozen[n].shape[d] in rows for d in plain[n])}
-    heads = over and over & _logits(closed, plain)
-    return [n for n in plain if n not in heads]
+    return sorted(plain.keys() - (over and over & _logits(closed, plain)))
 
 
 def _logits(closed: ClosedJaxpr, leaves: Collection[int]) -> set[int]:

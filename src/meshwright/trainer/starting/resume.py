@@ -210,8 +210,7 @@ def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
 
 def check_same_scale(point: ResumePoint, adapters: Iterable[Adapter]) -> None:
     """Raise if adapters are multiplied by something else than those of a checkpoint were."""
-    base = find_base(point.folder)
-    for was, now in zip(() if base is None else base.adapters, adapters, strict=False):
+    for was, now in zip(getattr(find_base(point.folder), "adapters", ()), adapters, strict=False):
         if not math.isclose(was.scale, now.scale, rel_tol=1e-6):
             old, new = (round(each.scale * each.rank, 6) for each in (was, now))
             raise UserError(

@@ -122,8 +122,7 @@ def _with_adapters(start: Start, folder: str, asked: FitSettings, assembled: Ass
     """Return a start with the adapters of a PEFT folder, which is read before anything compiles."""
     adapters = list(assembled.model_leaves.adapters.values())
     kind, _ = read_kind(asked.config, start.hf_files)
-    path = check_path("lora.init_from", folder)
-    saved = read_peft(path, kind, adapters)
+    saved = read_peft(path := check_path("lora.init_from", folder), kind, adapters)
 
     def replaced() -> TrainState:
         values = assembled.canonical(start.state())
