@@ -164,6 +164,20 @@ def test_targets_follow_from_uses_and_not_from_shapes(softmax):
     assert describe_adapters(leaves).endswith(f"up.kernel; left out: {left_out}")
 
 
+def test_the_last_layer_before_a_tied_head_is_adapted():
+    class Last(Classes):
+        def __call__(self, x):
+            x = self.tokens(jnp.abs(x).astype(jnp.int32) % 7) + self.places(jnp.arange(6) % 6)
+            return self.tokens.attend(self.back(self.down(self.up(x))))
+
+        def __init__(self, rngs: nnx.Rngs):
+            super().__init__(rngs)
+            self.places, self.back = nnx.Embed(6, 6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
+
+    leaves, *_ = adapted(Last, (4, 6), lambda m, b: nnx.log_softmax(m(b["x"])).mean())
+    assert {a.path[:-7] for a in leaves.adapters.values()} == {"up", "down", "back"}
+
+
 def test_switching_off_gives_the_base_exactly():
     def both(model, batch):
         return loss(model, batch)[0], {"base": reference(loss, model, batch)[0]}

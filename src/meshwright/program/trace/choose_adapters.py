@@ -36,7 +36,7 @@ def adapt_model(model_leaves: ModelLeaves, loss: Loss, batch: Batch) -> ModelLea
         return model_leaves
     frozen = {n: leaf for n, leaf in enumerate(model_leaves.leaves) if leaf.is_frozen}
     closed = trace_loss(loss, model_leaves.base, batch).closed
-    uses = find_uses(closed, list(frozen))
+    uses = find_uses(closed, [n for n, x in enumerate(model_leaves.base.leaves) if x.is_weight])
     if lora.targets is None:
         chosen = _linear(closed, frozen, uses)
     else:
@@ -66,9 +66,10 @@ def describe_adapters(leaves: ModelLeaves) -> str:
 def _linear(closed: ClosedJaxpr, frozen: Mapping[int, Leaf], uses: Mapping[int, Uses]) -> list[int]:
     """Return linear layers and convolutions: no tables, and no layer of logits over a table."""
     rows = {leaf.shape[0] for n, leaf in frozen.items() if uses[n].lookup}
-    plain = {n: use.split.outputs for n, use in uses.items() if use.split and not use.lookup}
-    over = {n for n in plain if any(frozen[n].shape[d] in rows for d in plain[n])}
-    return sorted(plain.keys() - (over and over & _logits(closed, plain)))
+    plain = {n: use.split.outputs for n, use in uses.items() if use.split}
+    own = {n for n in plain if n in frozen and not uses[n].lookup}
+    over = {n for n in own if any(frozen[n].shape[d] in rows for d in plain[n])}
+    return sorted(own - (over and over & _logits(closed, plain)))
 
 
 def _logits(closed: ClosedJaxpr, leaves: Collection[int]) -> set[int]:
