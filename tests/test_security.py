@@ -23,6 +23,7 @@ IMPORTS_BY_NAME = {
     "models/__init__.py",
     "tasks/__init__.py",
     "drill/worker.py",  # this package
+    "rewards/reward_worker.py",  # the functions that a run is given as rewards
     "processes/__init__.py",  # a fixed name
     "tracking/mlflow.py",
     "tracking/tensorboard.py",

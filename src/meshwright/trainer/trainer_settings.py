@@ -72,8 +72,8 @@ class TrainerSettings:
 
     model: UserModel
     loss: Loss = no_loss
-    task: GRPO | None = None
     optimizer: optax.GradientTransformation
+    task: GRPO | None = None
     eval_loss: Loss | None = None
     mesh: str | Mapping[str, int] | Plan = ""
     precision: Precision = "no"
