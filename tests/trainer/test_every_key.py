@@ -18,6 +18,7 @@ from meshwright.config.schema import Config
 from meshwright.distributed import Trainer as DocumentsTrainer
 from meshwright.errors import UserError
 from meshwright.program.trace.build_model import describe_model
+from meshwright.recipe import make_task
 from meshwright.trainer.starting.process_facts import comparable, optimizer_settings
 
 MODEL = {"kind": "mlp", "widths": [784, 10]}
@@ -30,8 +31,33 @@ BASE = {
     "training": {"global_batch_size": 16},
 }
 ADAPTED = ("lora.alpha", "lora.targets", "lora.dropout", "lora.base_dtype", "lora.init_from")
-REWARDS = ("grpo.", "generation.")
-"""Sections that only `task=grpo` reads: tests/trainer/test_rollouts.py."""
+REWARDS = {
+    "grpo.rewards": ["exact_match"],
+    "grpo.reward_weights": [2.0],
+    "grpo.reward_seconds": 3.0,
+    "grpo.reward_processes": 1,
+    "grpo.num_generations": 2,
+    "grpo.num_iterations": 2,
+    "grpo.beta": 0.0,
+    "grpo.kl": "reward",
+    "grpo.epsilon": 0.3,
+    "grpo.epsilon_high": 0.3,
+    "grpo.dual_clip": 3.0,
+    "grpo.scale_advantages": "none",
+    "grpo.leave_one_out": True,
+    "grpo.mean": "sequence",
+    "grpo.ratio": "sequence",
+    "grpo.mask_truncated": True,
+    "grpo.importance_cap": None,
+    "generation.max_prompt_length": 3,
+    "generation.max_generation_steps": 3,
+    "generation.temperature": 0.5,
+    "generation.top_k": 3,
+    "generation.top_p": 0.5,
+    "generation.eos_tokens": [1],
+    "generation.generation_batch_size": 4,
+}
+"""Keys that only `task=grpo` reads, each with another value than below."""
 PIPE = {"mesh.pipe": 2, "mesh.data": 4, "training.global_batch_size": 32}
 TEXT = {
     "model": {"kind": "gpt", "num_blocks": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 256,
@@ -263,7 +289,19 @@ def without(key):
 
 
 def test_the_table_has_every_key():
-    assert set(OTHER) == {key for key in keys() if not key.startswith(REWARDS)}
+    assert {*OTHER, *REWARDS} == {*keys()}
+
+
+@pytest.mark.parametrize("key", REWARDS)
+def test_a_task_of_rewards_is_made_of_every_key(key):
+    base = with_keys(
+        {**BASE, **TEXT, "task": {"kind": "grpo"}},
+        {"grpo.rewards": ["number_match"], "generation.max_prompt_length": 4,
+         "generation.max_generation_steps": 4},
+    )  # fmt: skip
+    made = make_task(Config.parse(with_key(base, key, REWARDS[key])))
+    assert made != make_task(Config.parse(base))
+    assert getattr(made, key.partition(".")[2]) == REWARDS[key]
 
 
 @pytest.mark.usefixtures("_folder")

@@ -22,7 +22,8 @@ def run(arguments: Arguments, output: Output) -> int:
     if arguments.has("--rewards"):
         return run_with_rewards(arguments, output, path, file)
     documents = read_documents(Path(file))
-    from meshwright.generation.generate import UNLIMITED, make_generator
+    from meshwright.generation.generate import make_generator
+    from meshwright.generation.model_facts import UNLIMITED
     from meshwright.generation.text_scores import score_documents
 
     model, settings = open_model(arguments, path)

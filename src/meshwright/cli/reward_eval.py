@@ -30,6 +30,7 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
         hint = did_you_mean(preset, PRESETS) or f"write one of {', '.join(PRESETS)}"
         raise UserError(f"there is no preset `{preset}`", fix=hint)
     from meshwright.generation.generate import make_generator
+    from meshwright.generation.text_settings import ends_of
     from meshwright.rewards.reward_set import Group, read_rewards
 
     rewards = read_rewards(arguments.flags["--rewards"].split(","))
@@ -45,7 +46,7 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
         seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
         batch_size=arguments.number("--batch-size", 256, most=2**20),
         mesh=arguments.flags.get("--mesh"),
-        stop_tokens=_ends(settings),
+        stop_tokens=ends_of(settings.stop_tokens, settings.tokenizer),
         **PRESETS[preset],
     )
     prompts = [each.get("prompt", each.get("tokens")) for each in records]
@@ -99,9 +100,3 @@ def _majority(group: Any, right: list[bool]) -> bool:
 def _mean(values: Any) -> float:
     known = [float(value) for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else math.nan
-
-
-def _ends(settings: Any) -> list[int]:
-    """Return the tokens that end a completion, as in training."""
-    own = settings.tokenizer
-    return [*(settings.stop_tokens or (own.marks.end[-1:] if own is not None else ()))]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,14 +16,21 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import check_count, clear_arguments, wrong_kind
-from meshwright.errors import UserError, argument, typed_line
+from meshwright.errors import UserError, argument
 from meshwright.generation.make_decoder import how_decoded, make_decoder
-from meshwright.generation.position_limit import position_limit
+from meshwright.generation.model_facts import (
+    UNLIMITED,
+    context_of,
+    half_precision,
+    known_context,
+    limit_of,
+    vocabulary_of,
+)
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
 from meshwright.generation.text_watch import OnPiece, TextWatch
-from meshwright.generation.token_decoder import Source, SplitModel, remembered, split_model
+from meshwright.generation.token_decoder import Source, SplitModel, split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,
@@ -43,7 +48,6 @@ from meshwright.mesh.build import build_mesh
 from meshwright.runtime.activity import activity
 from meshwright.text.units import counted
 
-UNLIMITED = 2**31 - 1
 STREAMED_CHUNK = 16
 _SHOWN = 3
 
@@ -194,9 +198,7 @@ class Generator:
         if self.stated:
             return self.context
         length = length_bucket(count, self.context)
-        most, why = remembered(
-            _limits, self.model, length, lambda: position_limit(self.model, length)
-        )
+        most, why = limit_of(self.model, length)
         if not most:
             raise UserError(
                 f"{self.model.structure.name} cannot be called with {length:,} tokens",
@@ -357,12 +359,7 @@ def make_generator(
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if sampling.get("stop_tokens") is None and text.tokenizer is not None:
         stops += found.stops
-    if stops and (text.tokenizer is None or not all(stops)):
-        raise UserError(
-            f"{argument('stop', stop)} cannot be looked for",
-            why="there is no tokenizer" if all(stops) else "one is empty",
-            fix=f"stop at tokens with {argument('stop_tokens')}" if all(stops) else "",
-        )
+    _check_stops(stops, text)
     if samples > 1 and chosen.greedy:
         raise UserError(
             f"{argument('samples', samples)} would all be the same",
@@ -371,7 +368,7 @@ def make_generator(
         )
     given = () if source is None else (np.asarray(jnp.asarray(source)),)
     split = split_model(model, half_precision(dtype), given)
-    own = remembered(_contexts, split, None, lambda: context_of(model))
+    own = known_context(split, model)
     context = own if context_length is None else context_length
     check_count("context_length", context)
     placement = placement_of(split.weights, _as_mesh(mesh))
@@ -396,6 +393,16 @@ def make_generator(
     )
 
 
+def _check_stops(stops: Sequence[str], text: TextTokens) -> None:
+    if stops and (text.tokenizer is None or not all(stops)):
+        given = stops[0] if len(stops) == 1 else list(stops)
+        raise UserError(
+            f"{argument('stop', given)} cannot be looked for",
+            why="there is no tokenizer" if all(stops) else "one is empty",
+            fix=f"stop at tokens with {argument('stop_tokens')}" if all(stops) else "",
+        )
+
+
 def generated(generator: Generator, rows: Sequence[Row], started: float) -> Generated:
     """Return finished rows as the user gets them."""
     full = [row for row in rows if row.ended is Ended.CONTEXT]
@@ -407,58 +414,6 @@ def generated(generator: Generator, rows: Sequence[Row], started: float) -> Gene
     )
     remarks = (*generator.remarks, *sorted(generator.notes), *([remark] if full else []))
     return Generated(tuple(rows), time.perf_counter() - started, remarks, generator.pace)
-
-
-def context_of(model: Any) -> int:
-    """Return the most tokens of a row that a model takes, as it or its parts say."""
-    parts = [part for _, part in nnx.iter_modules(model)]
-    found = [getattr(part, "context_length", None) for part in parts]
-    return min((each for each in found if isinstance(each, int)), default=UNLIMITED)
-
-
-def half_precision(dtype: Any) -> Any:
-    """Return a dtype that is computed in as in training; None for others, as weights alone are."""
-    try:
-        asked = jnp.dtype(jnp.float32 if dtype is None else dtype)
-    except TypeError:
-        asked = jnp.dtype(bool)
-    if not jnp.issubdtype(asked, jnp.floating):
-        raise UserError(
-            f"{argument('dtype', dtype)} is no format of floats", fix="write bfloat16 or float32"
-        )
-    return asked if asked.itemsize == 2 else None
-
-
-_contexts: OrderedDict[Any, int] = OrderedDict()
-_vocabularies: OrderedDict[Any, int] = OrderedDict()
-_limits: OrderedDict[Any, tuple[int, str]] = OrderedDict()
-
-
-def vocabulary_of(model: SplitModel, length: int) -> int:
-    """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
-    return remembered(_vocabularies, model, length, lambda: _find_vocabulary(model, length))
-
-
-def _find_vocabulary(model: SplitModel, length: int) -> int:
-    fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
-    tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
-    try:
-        found: Any = jax.eval_shape(model.logits_of, [*model.weights, *model.source], tokens)
-    except Exception as error:
-        raise UserError(
-            f"{model.structure.name} is not a model of tokens",
-            why=f"called with token ids [1, {length}] it raises {typed_line(error)}",
-            fix=fix,
-        ) from error
-    shape = tuple(getattr(found, "shape", ()))
-    if len(shape) != 3 or shape[:2] != (1, length) or not jnp.issubdtype(found.dtype, jnp.floating):
-        what = f"an array {list(shape)} of {found.dtype}" if shape else type(found).__name__
-        raise UserError(
-            f"{model.structure.name} is not a model of tokens",
-            why=f"from token ids [1, {length}] it makes {what}",
-            fix=fix,
-        )
-    return shape[-1]
 
 
 def how_generated(model: Any) -> str:

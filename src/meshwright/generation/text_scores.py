@@ -16,8 +16,8 @@ from jax import Array
 
 from meshwright.data.tokenizer import Tokens
 from meshwright.errors import UserError
-from meshwright.generation.generate import vocabulary_of
 from meshwright.generation.make_decoder import make_decoder
+from meshwright.generation.model_facts import vocabulary_of
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.token_decoder import LATER, SplitModel, split_model
 from meshwright.text.units import counted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -122,6 +122,12 @@ def read_text_settings(path: str | Path) -> TextSettings:
         if (folder / TOKENIZER).is_file() or is_hf_folder(folder):
             return _of_hf_folder(TextSettings(folder))
     return TextSettings(path)
+
+
+def ends_of(named: Sequence[int], tokenizer: Any) -> list[int]:
+    """Return the tokens that end a completion: those that are named, or the tokenizer's own."""
+    own = tokenizer.marks.end[-1:] if isinstance(tokenizer, Tokenizer) else ()
+    return [*(named or own)]
 
 
 def _of_hf_folder(found: TextSettings) -> TextSettings:

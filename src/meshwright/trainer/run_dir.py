@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshwright.checkpoint import FOLDER, CheckpointReader
 from meshwright.config.schema import CheckpointConfig
@@ -96,6 +97,15 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
             (folder / name).write_text(text, encoding="utf-8")
 
     _on_main(folder, write)
+
+
+def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays to a file that is whole or not there."""
+    file.parent.mkdir(exist_ok=True)
+    beside = file.with_suffix(".tmp")
+    with open(beside, "wb") as opened:
+        np.savez(opened, allow_pickle=False, **arrays)
+    beside.replace(file)
 
 
 def _on_main(folder: Path, act: Callable[[], None]) -> None:

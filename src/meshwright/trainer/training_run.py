@@ -18,12 +18,8 @@ from meshwright.data.mixture import MixtureData
 from meshwright.data.protocols import Data
 from meshwright.data.rollout_data import RolloutData
 from meshwright.errors import (
-    ANY,
     NotFinite,
     OutOfMemory,
-    Setting,
-    UserError,
-    did_you_mean,
     first_line,
 )
 from meshwright.plan import Plan, unused_pipeline
@@ -40,7 +36,7 @@ from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.trainer.batch_loader import BatchFeed, BatchLoader, count_batches
-from meshwright.trainer.callbacks import CallbackContext, Callbacks, EarlyStopping
+from meshwright.trainer.callbacks import CallbackContext, Callbacks
 from meshwright.trainer.checkpointer import (
     Checkpointer,
     RunMetadata,
@@ -76,6 +72,7 @@ from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
 from meshwright.trainer.starting.resume import ResumePoint, check_newest, run_id
+from meshwright.trainer.starting.run_checks import check_early_stopping, check_rewinding
 from meshwright.trainer.starting.run_warnings import (
     no_rate_left,
     over_sharded,
@@ -123,7 +120,7 @@ class TrainingRun:
         self._callbacks = Callbacks(asked.callbacks, self._context)
         # A folder that cannot be read is refused before training.
         self._ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
-        _check_early_stopping(asked, programs)
+        check_early_stopping(asked, programs)
         check_tracking(asked.tracking, self._run_dir)
         self._steps = _count_steps(self._duration, self._data, self._plan)
         self._progress = Progress()
@@ -134,7 +131,7 @@ class TrainingRun:
         self._rollouts = _make_rollouts(trainer, asked, programs, start, run, self._context)
         self._evaluator = self._make_evaluator()
         self._restoring = Restoring(start, asked, self._assembled, self._form, self._metadata)
-        _check_rewinding(trainer.on_nonfinite, asked)
+        check_rewinding(trainer.on_nonfinite, asked)
         self._warnings = [
             *asked.warnings,
             *unused_pipeline(read_pipeline(trainer.pipeline), self._plan),
@@ -200,15 +197,7 @@ class TrainingRun:
             with self._advice.during(lambda: "placing the state", known):
                 state = self._restoring.first_state(tracker, progress, self._callbacks)
                 fill_tables(self._programs, state, self._trainer.loss, self._restoring, tracker)
-                if self._run_dir is not None and asked.checkpoint.enabled:
-                    keep_base(
-                        self._run_dir,
-                        self._assembled,
-                        self._form,
-                        state,
-                        self._metadata.at(0),
-                        self._start.weights,
-                    )
+                self._keep_base(state)
                 checkpointer = make_checkpointer(
                     asked,
                     self._form,
@@ -239,6 +228,12 @@ class TrainingRun:
         finally:
             tracker.close(summary)
         return result
+
+    def _keep_base(self, state: TrainState) -> None:
+        """Remember the weights that are not trained, once."""
+        if self._run_dir is not None and self._asked.checkpoint.enabled:
+            metadata, weights = self._metadata.at(0), self._start.weights
+            keep_base(self._run_dir, self._assembled, self._form, state, metadata, weights)
 
     def _log_start(self, log: RunLog, compiled: CompiledStep) -> None:
         deviations = compiled.deviations(from_bytes=WARN_FROM_BYTES)
@@ -390,48 +385,6 @@ class TrainingRun:
     @cached_property
     def _work(self) -> Work:
         return work_per_step(self._assembled, self._batch)
-
-
-def _check_rewinding(on_nonfinite: str, asked: FitSettings) -> None:
-    if on_nonfinite != "rewind" or asked.saves:
-        return
-    without_folder = asked.run_dir is None
-    raise UserError(
-        f"{Setting('training.on_nonfinite', 'rewind')} needs checkpoints to go back to",
-        why="the run has no folder"
-        if without_folder
-        else f"{Setting('checkpoint.enabled', False)}",
-        fix=f"write {Setting('hydra.run.dir', ANY)}"
-        if without_folder
-        else f"write {Setting('checkpoint.enabled', True)}, or "
-        f"{Setting('training.on_nonfinite', 'skip')}",
-    )
-
-
-def _check_early_stopping(asked: FitSettings, programs: Programs) -> None:
-    watched = {each.metric for each in asked.callbacks if isinstance(each, EarlyStopping)}
-    if not watched:
-        return
-    if asked.eval_data is None:
-        raise UserError(
-            "early stopping counts evaluations, and there is no data to evaluate on",
-            fix=f"hold out data with {Setting('data.eval_fraction', ANY)}, or leave out early "
-            "stopping",
-        )
-    if asked.eval_every is None:
-        raise UserError(
-            "early stopping counts evaluations, and there is only one, at the end",
-            why=f"{Setting('training.eval_every')} is not set",
-            fix=f"write {Setting('training.eval_every', ANY)} too",
-        )
-    names = ["loss"] if watched == {"loss"} else ["loss", *programs.evaluated_metrics()]
-    for metric in sorted(watched.difference(names)):
-        raise UserError(
-            f"early stopping watches {metric!r}, which evaluations do not have",
-            why=f"they have {', '.join(names)}",
-            fix=did_you_mean(metric, names)
-            or f'return it with the loss: return loss, {{"{metric}": …}}',
-        )
 
 
 def _count_steps(duration: Duration, data: Data, plan: Plan) -> int | None:

@@ -56,6 +56,15 @@ def on(plan, chip="H100"):
     return parse_hardware(f"{plan.num_devices}x{chip}")
 
 
+def test_an_estimate_does_not_depend_on_those_before_it(estimator):
+    hybrid = make_plan({"data": 2, "fsdp": 4}, blocks="unroll", remat="full")
+    first = make_plan({"fsdp": 4}, blocks="unroll", remat="full")
+    fresh = Estimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
+    alone = fresh.estimate(hybrid, on(hybrid)).memory
+    assert estimator.estimate(first, on(first)).memory != alone
+    assert estimator.estimate(hybrid, on(hybrid)).memory == alone
+
+
 MESHES = [
     {},
     {"data": 8},

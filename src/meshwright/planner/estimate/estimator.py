@@ -316,7 +316,8 @@ class Estimator:
         plan = case.plan
         program = self._gradients.of(plan, case.variant)
         sizes = self._sizes(case, program)
-        key = (state_key(plan), case.variant, plan.batch.micro_batch_size)
+        # A state does not depend on data, but how its gradients are reduced does.
+        key = (state_key(plan), case.variant, plan.batch.micro_batch_size, sizes.reduced_last)
         if key not in self._peaks:
             in_place = _part_sums(program, sizes) if _sums_in_place(plan) else 0.0
             self._peaks[key] = peak_of(program.timeline, sizes, in_place)

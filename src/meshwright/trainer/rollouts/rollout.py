@@ -6,21 +6,21 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_template import no_template, read_template
+from meshwright.data.chat_template import ChatTemplate, no_template, read_template
 from meshwright.data.prompts import PROMPT
 from meshwright.data.protocols import Data, HostBatch
 from meshwright.data.rollout_data import RolloutData
-from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.user_data import as_data
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.generation.generate import make_generator
-from meshwright.generation.text_settings import HALF, TextTokens
+from meshwright.generation.text_settings import HALF, TextTokens, ends_of
 from meshwright.generation.token_loop import CHUNK, Ended, Prompt, Row
 from meshwright.processes import gather, process_count, process_index
 from meshwright.rewards.reward_set import Group, RewardSet, Scored, read_rewards
@@ -79,9 +79,8 @@ class Rollouts:
         self.files = RolloutFiles(self.run_dir, self.run, self.rewards.names)
         self.text = TextTokens(self.data.tokenizer, "the prompts have none")
         self.data.make, self.data.resume = self, self._kept
-        own = self.data.tokenizer
-        marks = own.marks.end[-1:] if isinstance(own, Tokenizer) else ()
-        self._ends = [*(self.ends or marks)] if task.eos_tokens is None else [*task.eos_tokens]
+        ends = ends_of(self.ends, self.data.tokenizer)
+        self._ends = ends if task.eos_tokens is None else [*task.eos_tokens]
 
     def check(self, prompts: Data) -> None:
         """Refuse prompts that are too long, and rewards that need columns they do not have."""
@@ -167,15 +166,19 @@ class Rollouts:
         prompts = [Prompt(first + n, tokens) for n, tokens in enumerate(encoded)]
         return generator(prompts, on_piece, chunk=CHUNK)
 
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        folder = Path(self.weights or ".")
+        found = read_template(folder)
+        if found is None:
+            raise no_template(folder, f"write {Setting('model.weights', ANY)}, or texts")
+        return found
+
     def _encode(self, number: int, prompt: Any) -> NDArray[np.int32]:
         if isinstance(prompt, str):
             tokens = self.text.encode(prompt)
         elif len(prompt) and isinstance(prompt[0], dict):
-            folder = Path(self.weights or ".")
-            template = read_template(folder)
-            if template is None:
-                raise no_template(folder, f"write {Setting('model.weights', ANY)}, or texts")
-            tokens = self.text.encode(template.render(prompt), start=False)
+            tokens = self.text.encode(self._template.render(prompt), start=False)
         else:
             tokens = np.asarray(prompt, np.int32)
         most = self.task.max_prompt_length

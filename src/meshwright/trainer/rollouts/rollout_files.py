@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.text.json_text import write_atomically
 from meshwright.tracking.run_files import read_lines
+from meshwright.trainer.run_dir import write_arrays
 
 FOLDER = "completions"
 KEPT = 8
@@ -56,10 +57,7 @@ class RolloutFiles:
         """Keep a batch that several steps use."""
         if self._folder is None or not is_main():
             return
-        beside = self._folder / ".batch.npz"
-        arrays: dict[str, Any] = {**batch}
-        np.savez(beside, **arrays)
-        beside.replace(self._path(number, "npz"))
+        write_arrays(self._path(number, "npz"), batch)
         self._path(number - KEPT, "npz").unlink(missing_ok=True)
 
     def kept(self, number: int, num_iterations: int) -> HostBatch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -20,6 +19,7 @@ from meshwright.text.units import counted
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.evaluating.evaluation import predict
 from meshwright.trainer.programs import Programs
+from meshwright.trainer.run_dir import write_arrays
 from meshwright.trainer.starting.restoring import Restoring
 
 FOLDER = "initial_fields"
@@ -86,9 +86,4 @@ def _write(file: Path, table: Table, *, keep: bool) -> None:
     """Write a table, unless there is one to keep."""
     if keep and _saved(file):
         return
-    file.parent.mkdir(exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    arrays: dict[str, Any] = dict(table)
-    with open(temporary, "wb") as opened:
-        np.savez(opened, **arrays)
-    temporary.replace(file)
+    write_arrays(file, table)
