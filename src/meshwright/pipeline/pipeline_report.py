@@ -32,13 +32,9 @@ class Extra(StrEnum):
 class StageFacts:
     """The work of one stage.
 
-    Attributes:
-        blocks: numbers of its blocks in the model.
-        also: other parts of the model it computes.
-        parameters: number of trained parameters it uses.
-        flops: FLOPs of products in one microbatch's forward pass, on all devices of the stage
-            together, including the repeated last block of a stage with fewer blocks than others.
-        microbatches_kept: the largest number of microbatches in memory, of one chunk each.
+    FLOPs are those of a microbatch's forward pass on all devices of the stage together, including
+    the repeated last block of a stage with fewer blocks than others. Kept microbatches are of one
+    chunk each.
     """
 
     blocks: tuple[int, ...]
@@ -52,17 +48,8 @@ class StageFacts:
 class PipelineReport:
     """A pipeline in numbers.
 
-    Attributes:
-        schedule: its name.
-        num_microbatches: microbatches between two flushes.
-        num_chunks: pieces of the model on each stage.
-        ticks: ticks between two flushes.
-        bubble: share of the time stages wait, simulated from the executed ticks with equal stages.
-        bubble_formula: the same by the closed formula.
-        bubble_with_flops: the same with stages as slow as their FLOPs.
-        efficiency: share of the time stages work.
-        stages: the stages.
-        warnings: suggested changes.
+    The bubble is the share of the time that stages wait, simulated from the executed ticks with
+    equal stages; also by the closed formula, and with stages as slow as their FLOPs.
     """
 
     schedule: str

@@ -73,14 +73,7 @@ def pipelined_loss(
 ) -> PipelinedLoss:
     """Return the loss and its gradients, computed in the plan's pipeline stages.
 
-    Args:
-        cut: the loss cut into stages, rows in the order of stages.
-        decision: all placements, stacks sharded over the stages.
-        plan: the plan.
-        mesh: the mesh.
-        remat: what blocks save for their backward pass.
-        wide: compute in float64, for proofs.
-        per_device: the loss of one device's samples, if gradients are reduced once per step.
+    ``per_device`` is the loss of one device's samples, if gradients are reduced once per step.
     """
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     schedule.shape(plan.num_microbatches, plan.size(PIPE))

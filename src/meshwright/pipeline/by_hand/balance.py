@@ -19,10 +19,7 @@ def balance(costs: Sequence[float], num_stages: int) -> list[range]:
     """Divide layers, in order, into stages so that the most expensive one is as cheap as possible.
 
     Of several such divisions, the most even one is returned: that with the smallest sum of squares.
-
-    Args:
-        costs: the cost of each layer: FLOPs, bytes or time.
-        num_stages: number of stages.
+    Costs are FLOPs, bytes or times of the layers.
     """
     count = len(costs)
     if not 1 <= num_stages <= count:
@@ -51,11 +48,7 @@ def _best(
 ) -> tuple[float, list[range]]:
     """Return the smallest measure of a division, and the division.
 
-    Args:
-        count: number of layers.
-        num_stages: number of stages.
-        measure: from the measure of the stages so far, and the start and end of the next stage, to
-            the measure of all of them.
+    ``measure`` takes the measure of the stages so far, and the start and end of the next stage.
     """
     # best[n]: the smallest measure of the first n layers in the stages added so far.
     best: list[float] = [0.0] + [inf] * count
@@ -89,11 +82,7 @@ def fewer_stages(
 ) -> str:
     """Return a remedy for unequal stages: fewer stages, or a slow layer split.
 
-    Args:
-        costs: the cost of each layer by which stages are balanced.
-        flops: the FLOPs of each layer.
-        shape: the size of the pipeline.
-        schedule: the schedule.
+    Stages are balanced by ``costs``, and as slow as their ``flops``.
     """
     now = _layers_of_stages(costs, shape)
     slowest = max(now, key=lambda layers: sum(flops[n] for n in layers))

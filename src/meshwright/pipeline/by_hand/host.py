@@ -30,22 +30,10 @@ class _ForwardRecord(NamedTuple):
 class BatchRun:
     """A batch that passes through the stages, forward and backward.
 
-    Every program is dispatched after those it depends on; devices work asynchronously.
-
-    Args:
-        stages: the stages' programs, chunk by chunk.
-        outputs: for each stage, the leaves of its output that have a gradient.
-        params: each stage's parameters.
-        states: each stage's state.
-        inputs: the inputs of each microbatch.
-        targets: the targets of each microbatch.
-
-    Attributes:
-        sums: for each stage, the weighted sum of its gradients.
-        totals: for each microbatch, the weighted sum of its losses.
-        weights: for each microbatch, the sum of its weights.
-        states: the stages' state after the last microbatch.
-        most_kept: for each stage, the largest number of microbatches in memory.
+    Every program is dispatched after those it depends on; devices work asynchronously. Stages,
+    outputs, parameters, states and sums are by virtual stage; inputs, targets, totals and weights
+    by microbatch. ``outputs`` says which leaves of a stage's output have a gradient; sums of
+    gradients and of losses are weighted.
     """
 
     def __init__(

@@ -33,12 +33,9 @@ EVALUATION = {"deterministic": True, "use_running_average": True}
 class Part:
     """A piece of a model as a pure function.
 
-    Attributes:
-        apply: from (params, state, x) to (y, state), in the mode the module is in.
-        evaluate: from (params, state, x) to y, in evaluation mode.
-        params: the trained parameters.
-        state: its other state: statistics, counters, random streams.
-        rebuild: from (params, state) to the user's layers, with these values.
+    ``apply`` goes from (params, state, x) to (y, state) in the mode the module is in, ``evaluate``
+    to y in evaluation mode, and ``rebuild`` from (params, state) to the user's layers. The state is
+    all that is not trained: statistics, counters, random streams.
     """
 
     apply: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -50,12 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TracedPart:
-    """The output shapes and FLOPs of a part, known without running it.
-
-    Attributes:
-        output: shapes of the output.
-        flops: FLOPs of products in the forward pass.
-    """
+    """The output shapes and FLOPs of a part's forward pass, known without running it."""
 
     output: PyTree
     flops: int
@@ -64,10 +56,7 @@ class TracedPart:
 def read_part(layer: object, x: PyTree, key: Array) -> Part:
     """Read a layer: an NNX or Linen module, a function of x, or a pair (function, params).
 
-    Args:
-        layer: the layer in any of these forms.
-        x: an example input, as arrays or shapes; Linen modules are initialized for it.
-        key: random key of the parameters of Linen modules.
+    Linen modules are initialized for the shapes of ``x``, with ``key``.
     """
     if isinstance(layer, nnx.Module):
         return _from_nnx(layer)

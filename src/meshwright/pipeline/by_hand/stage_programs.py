@@ -29,13 +29,7 @@ def form_of_arrays(tree: PyTree) -> Hashable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StageCall:
-    """The inputs of a stage for one microbatch, besides its parameters.
-
-    Attributes:
-        state: the state before.
-        x: the input.
-        target: the target of the loss, on the last stage.
-    """
+    """The inputs of a stage for one microbatch, besides its parameters; the last has a target."""
 
     state: PyTree
     x: PyTree
@@ -43,13 +37,9 @@ class StageCall:
 
 
 class StagePrograms:
-    """One stage's programs, compiled for its devices.
+    """One stage's programs, compiled for its devices, over which samples are sharded.
 
-    Args:
-        part: the stage's function.
-        mesh: its devices, samples sharded over ``data``.
-        first: whether this is the first stage, whose input needs no gradient.
-        loss: for the last stage, the loss of (output, target).
+    The input of the first stage needs no gradient; the last stage has the loss of (output, target).
     """
 
     def __init__(self, part: Part, mesh: Mesh, *, first: bool, loss: Loss | None) -> None:

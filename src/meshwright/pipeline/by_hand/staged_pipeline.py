@@ -48,14 +48,7 @@ from meshwright.trees import PyTree, resize_batch
 
 @dataclass(frozen=True)
 class StageReport:
-    """The layers, size and devices of one stage.
-
-    Attributes:
-        layers: numbers of the layers it runs.
-        parameters: number of trained parameters.
-        flops: FLOPs of products in one microbatch's forward pass.
-        devices: ids of its devices.
-    """
+    """One stage: numbers of its layers, parameters, FLOPs of a forward pass, ids of its devices."""
 
     layers: tuple[int, ...]
     parameters: int

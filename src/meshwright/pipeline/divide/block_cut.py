@@ -18,16 +18,7 @@ LeafKind = Literal["weight", "fixed", "changing"]
 
 @dataclass(frozen=True)
 class BlockScan:
-    """The scan over the blocks.
-
-    Attributes:
-        eqn: the scan equation.
-        constants: inputs that every block reads.
-        initial: the initial carry, which the first block receives.
-        layered: inputs with one row per block.
-        final: the final carry, which the last block returns.
-        results: outputs with one row per block.
-    """
+    """The scan over the blocks: what all of them read, the carry, and what has a row per block."""
 
     eqn: Equation
     constants: tuple[Atom, ...]
@@ -65,13 +56,8 @@ class BlockScan:
 class CutLeaf:
     """A step leaf: outside the blocks, or with one row for each block.
 
-    Attributes:
-        number: number of the step leaf.
-        variable: its variable in the program.
-        step: the step leaf.
-        kind: whether it is trained, constant, or replaced by every forward pass.
-        result: for a changing one of the blocks, the position of the scan's result that replaces
-            it.
+    ``result`` is, for a changing one of the blocks, the position of the scan's result that replaces
+    it.
     """
 
     number: int
@@ -88,13 +74,7 @@ class CutLeaf:
 
 @dataclass(frozen=True)
 class StackedInput:
-    """A layered input of the scan that is a step leaf, or the cast of one.
-
-    Attributes:
-        position: its position among the scan's layered inputs.
-        atom: the variable that the scan reads.
-        stack: the step leaf.
-    """
+    """A layered input of the scan, by its position, that is a step leaf or the cast of one."""
 
     position: int
     atom: Var
@@ -103,13 +83,7 @@ class StackedInput:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the program outside the blocks.
-
-    Attributes:
-        outputs: its outputs.
-        eqns: its equations.
-        reads: the step leaves outside the blocks that it reads.
-    """
+    """A part of the program outside the blocks, and the step leaves that it reads there."""
 
     outputs: tuple[Atom, ...]
     eqns: tuple[Equation, ...]
@@ -123,12 +97,7 @@ class Region:
 
 @dataclass(frozen=True)
 class NextState:
-    """The program that updates the state outside the blocks.
-
-    Attributes:
-        program: computes the changing leaves, in order.
-        reads: numbers of the step leaves that are its arguments.
-    """
+    """The program of the changing leaves outside the blocks, and the step leaves it reads."""
 
     program: ClosedJaxpr
     reads: tuple[int, ...]
@@ -138,18 +107,10 @@ class NextState:
 class BlockCut:
     """A traced loss, its blocks separated from the rest.
 
-    Attributes:
-        traced: the loss, its blocks rolled into a scan.
-        position: number of that scan among the program's equations.
-        scan: the scan over the blocks.
-        stacks: the step leaves that hold the blocks, by number.
-        stacked: the inputs of the scan that are such leaves, in the scan's order.
-        outer: the other step leaves, by number.
-        collected: positions of the scan's results that are read after the blocks.
-        embedding: from the batch to the input of the first block.
-        shared: values that blocks of every stage read; every stage computes them itself.
-        head: from the output of the last block to totals and weights.
-        next_state: computes the next values of the changing leaves of `outer`; None without any.
+    ``position`` is the number of the scan among the equations. ``stacks`` are the step leaves that
+    hold the blocks, ``stacked`` the inputs of the scan that are such leaves, ``outer`` the other
+    step leaves, and ``collected`` the positions of the scan's results that are read after the
+    blocks. Every stage computes what is ``shared`` by itself.
     """
 
     traced: TracedLoss

@@ -33,9 +33,7 @@ BY_HAND = (
 def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
     """Find the list of blocks that holds most of the model, and cut there.
 
-    Args:
-        traced: the loss, repeated blocks rolled into scans.
-        remarks: why other lists of blocks could not be rolled.
+    ``remarks`` say why other lists of blocks could not be rolled.
     """
     sizes: dict[int, int] = {}
     for position, eqn in enumerate(traced.closed.jaxpr.eqns):

@@ -10,13 +10,7 @@ from meshwright.errors import Setting, UserError
 
 @dataclass(frozen=True)
 class Division:
-    """How many blocks each virtual stage has.
-
-    Attributes:
-        counts: number of blocks by virtual stage, in the order of execution.
-        num_stages: number of stages.
-        num_chunks: virtual stages per stage.
-    """
+    """How many blocks each virtual stage has, in the order of execution."""
 
     counts: tuple[int, ...]
     num_stages: int
@@ -61,14 +55,7 @@ class Division:
 def divide_blocks(
     num_blocks: int, num_stages: int, num_chunks: int = 1, *, name: str = ""
 ) -> Division:
-    """Divide blocks into stages; left-over blocks go to stages without embedding and head.
-
-    Args:
-        num_blocks: number of blocks.
-        num_stages: number of stages.
-        num_chunks: pieces of the model per stage.
-        name: path of the blocks, for messages.
-    """
+    """Divide blocks into stages; left-over blocks go to stages without embedding and head."""
     pieces = num_stages * num_chunks
     if num_blocks < pieces:
         called = f" (`{name}`)" if name else ""

@@ -33,9 +33,7 @@ class Losses(NamedTuple):
 class Microbatch:
     """The inputs of one microbatch; for several, dim 0 of each array counts microbatches.
 
-    Attributes:
-        batch: the leaves of the batch.
-        state: the changing leaves outside the blocks, as they are before this microbatch.
+    ``state`` are the changing leaves outside the blocks, as they are before this microbatch.
     """
 
     batch: list[Array]
@@ -47,15 +45,8 @@ class Microbatch:
 class BlockInputs:
     """The inputs of the blocks of one virtual stage.
 
-    Attributes:
-        message: the message of the previous stage; where gradients are computed, at first only its
-            leaves without one.
-        changing: the state that each block replaces.
-        microbatch: the inputs of the microbatch.
-        virtual_stage: the number of the virtual stage.
-        weights: the trained leaves of each block.
-        fixed: the constant leaves of each block.
-        outer: the trained leaves outside the blocks that blocks read.
+    Where gradients are computed, the message at first has only the leaves without one. Blocks
+    replace ``changing``; ``outer`` are the trained leaves outside the blocks that they read.
     """
 
     message: Message
@@ -78,13 +69,8 @@ class BlockOutputs(NamedTuple):
 class StageFunctions:
     """A model cut into stages, as functions of one microbatch.
 
-    Attributes:
-        embed: from the outer weights it reads and a microbatch to the first block's input.
-        blocks: the blocks of one virtual stage, one after another.
-        head: from the outer weights it reads, the last message and a microbatch to the losses.
-        embed_reads: step leaves of the outer weights that ``embed`` reads.
-        blocks_read: those that ``blocks`` reads.
-        head_reads: those that ``head`` reads.
+    ``embed_reads``, ``blocks_read`` and ``head_reads`` are the outer weights that each reads, by
+    number of the step leaf.
     """
 
     embed: Callable[[LeafValues, Microbatch], Message]
@@ -99,12 +85,7 @@ class StageFunctions:
 class StageValues:
     """The leaves of one stage during a batch.
 
-    Attributes:
-        weights: trained leaves of its blocks, each [chunks × blocks, …].
-        fixed: constant leaves of its blocks.
-        changing: state of its blocks, which every forward pass replaces.
-        outer: trained leaves outside the blocks.
-        microbatches: the inputs of the microbatches, each array [microbatches, …].
+    Those of its blocks are [chunks × blocks, …]; ``outer`` are trained leaves outside the blocks.
     """
 
     weights: BlockRow
@@ -123,11 +104,8 @@ class StageValues:
 class StageSums:
     """The sums of a stage over microbatches.
 
-    Attributes:
-        weights: for each block of a chunk, weighted sums of its gradients, each [chunks, …].
-        outer: its share of the outer weights' gradients.
-        losses: its share of totals and weights: all of it on the last stage.
-        changing: the state of its blocks afterwards.
+    Gradients are weighted, those of a chunk's blocks [chunks, …] each. ``outer`` and ``losses`` are
+    its shares of what all stages add up, ``changing`` the state of its blocks afterwards.
     """
 
     weights: list[BlockRow]

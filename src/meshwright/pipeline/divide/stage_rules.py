@@ -26,11 +26,7 @@ from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
 
 @dataclass(frozen=True)
 class WithinStage:
-    """Evaluates operations that move or look up values along a dim, with that dim whole.
-
-    Attributes:
-        mesh: the mesh, whose pipe axis is manual.
-    """
+    """Evaluates operations that move or look up values along a dim, with that dim whole."""
 
     mesh: MeshView
 

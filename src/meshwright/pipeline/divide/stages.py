@@ -44,14 +44,9 @@ from meshwright.program.on_mesh.remat import Remat
 class StageContext:
     """The mesh and the layouts of a traced loss inside a pipeline.
 
-    Attributes:
-        mesh: the mesh.
-        layouts: what is known of the program's variables on one stage.
-        gathers: by number of the step leaf, the layouts of weights sharded over fsdp, on one stage.
-        whole: by number of the step leaf, its layout when gathered, on one stage.
-        remat: what blocks save for their backward pass.
-        wide: compute in float64.
-        draws: the random draws of a loss of one device's samples; None for one of all samples.
+    ``gathers`` and ``whole`` are the layouts of weights sharded over fsdp and gathered, by number
+    of the step leaf; ``draws`` the random draws of a loss of one device's samples, None for all
+    samples.
     """
 
     mesh: Mesh
@@ -74,13 +69,7 @@ class StageContext:
 
 
 class Stages:
-    """A cut loss as functions of leaf values.
-
-    Args:
-        cut: the loss cut into stages.
-        where: the mesh and the layouts on it.
-        division: how many blocks each virtual stage has.
-    """
+    """A cut loss as functions of leaf values."""
 
     def __init__(self, cut: BlockCut, where: StageContext, division: Division) -> None:
         self.cut, self.where, self.division = cut, where, division

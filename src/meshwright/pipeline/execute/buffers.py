@@ -28,13 +28,9 @@ _PerPass = NDArray[np.int64]
 class OpRow:
     """One kind of operation in a tick of a stage; whole columns are [ticks, stages].
 
-    Attributes:
-        microbatch: the microbatch; ABSENT if there is nothing to do.
-        chunk: the chunk.
-        reads: for forward and backward, the slot of the input; ABSENT for the forward of the first
-            virtual stage.
-        saved: the slot of the values that forward saves for backward.
-        cut: the slot of the values that an input gradient saves for the weight gradient.
+    ``reads`` is the slot of the input, ABSENT for the forward of the first virtual stage; ``saved``
+    that of what forward saves for backward; ``cut`` that of what an input gradient saves for the
+    weight gradient. The microbatch is ABSENT if there is nothing to do.
     """
 
     microbatch: Array
@@ -49,17 +45,9 @@ class OpRow:
 class TickRow:
     """What one tick of one stage does; numbers are ABSENT where there is nothing to do.
 
-    Attributes:
-        forward: the forward operation.
-        backward: the backward or input-gradient operation.
-        weight: the weight-gradient operation.
-        activation_in: the slot for the activation that arrives before the tick.
-        gradient_in: the slot for the gradient that arrives before the tick.
-        gradient_own: the slot for the gradient of the loss, after the forward of the last virtual
-            stage.
-        stage: the stage's number.
-        sends: whether any stage sends an activation.
-        sends_back: whether any stage sends a gradient back.
+    ``activation_in`` and ``gradient_in`` are the slots for what arrives before the tick,
+    ``gradient_own`` that for the gradient of the loss, after the forward of the last virtual stage.
+    ``sends`` and ``sends_back`` say whether any stage sends.
     """
 
     forward: OpRow
@@ -77,13 +65,8 @@ class TickRow:
 class SlotCounts:
     """How many slots of each kind a tick table needs, and how often something arrives.
 
-    Attributes:
-        num_activations: slots for activations that arrived.
-        num_gradients: slots for gradients that arrived.
-        num_saved: slots for values that forward saves for backward.
-        num_cuts: slots for values that input gradients save for weight gradients.
-        activation_ticks: ticks before which an activation arrives at any stage.
-        gradient_ticks: ticks before which a gradient arrives at any stage.
+    Saved values are for backward passes, cuts for weight gradients. Ticks are those before which
+    something arrives at any stage.
     """
 
     num_activations: int

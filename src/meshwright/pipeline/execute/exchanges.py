@@ -24,14 +24,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Transfer(Generic[T]):
-    """What stages send to their neighbors.
-
-    Attributes:
-        operation: the operation of the tick.
-        values: the values to send.
-        pairs: pairs of sender and receiver.
-        needed: whether any stage needs the values; None for always.
-    """
+    """What stages send to their neighbors, by pairs; ``needed`` is None if it always is."""
 
     operation: TickOp
     values: T
@@ -46,13 +39,10 @@ class Transfer(Generic[T]):
 class ExchangeOrder:
     """Orders the exchanges of one tick.
 
-    A CPU runs operations that do not depend on each other in any order, and each exchange blocks
-    a thread until all its devices have arrived: devices that begin with different exchanges wait
-    for each other forever. There, each exchange waits for the one before; accelerators keep the
+    A CPU runs operations that do not depend on each other in any order, and each exchange blocks a
+    thread until all its devices have arrived: devices that begin with different exchanges wait for
+    each other forever. There, each exchange waits for the one before; accelerators keep the
     program's order anyway.
-
-    Args:
-        platform: the platform of the devices.
     """
 
     def __init__(self, platform: str) -> None:
@@ -62,11 +52,7 @@ class ExchangeOrder:
     def when(self, operation: TickOp, needed: Array, update: Callable[[T], T], values: T) -> T:
         """Return ``update(values)`` if needed, else the values; see `slots.when`.
 
-        Args:
-            operation: the operation of the tick.
-            needed: whether there is something to do.
-            update: returns the new values; what it updates itself is ordered before what follows.
-            values: the values to update.
+        What ``update`` updates itself is ordered before what follows.
         """
         previous = self._previous
         if self._waits and previous is not None:
@@ -113,12 +99,7 @@ class ExchangeOrder:
 
 
 def check_exchanges(program: str, mesh: Mesh) -> None:
-    """Refuse a compiled program whose stages would wait for each other forever.
-
-    Args:
-        program: its text, ``compiled.as_text()``.
-        mesh: the mesh it is for.
-    """
+    """Refuse a compiled program, given as text, whose stages would wait for each other forever."""
     sizes = {str(axis): size for axis, size in mesh.shape.items()}
     permutes = divergent_permutes(program, sizes, PIPE)
     if not permutes:

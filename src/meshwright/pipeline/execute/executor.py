@@ -38,14 +38,8 @@ from meshwright.pipeline.schedule.operations import Shape
 class TickCarry:
     """The state between ticks; dim 0 of every buffer counts slots.
 
-    Attributes:
-        inbox: activations that have arrived and wait.
-        gradients: gradients that have arrived and wait.
-        saved: values that forward passes save for backward passes.
-        cuts: values that input gradients save for weight gradients.
-        sums: the running sums of the stage.
-        arrived: the activation that has just arrived.
-        arrived_back: the gradient that has just arrived.
+    Saved values wait for backward passes, cuts for weight gradients; what has just arrived is not
+    in a slot yet.
     """
 
     inbox: Message
@@ -70,14 +64,8 @@ class _AfterForward:
 class StageExecutor:
     """Runs the ticks of one stage, inside a `jax.shard_map` over the pipe axis.
 
-    Args:
-        functions: the model's stages.
-        values: the leaves of this stage.
-        shape: the size of the pipeline.
-        slots: the number of slots of each kind.
-        platform: the platform of the devices.
-        scale: factor on the loss before differentiation, for half precision.
-        constrain: fixes the sharding of the running sums.
+    ``scale`` is the factor on the loss before differentiation, for half precision; ``constrain``
+    fixes the sharding of the running sums.
     """
 
     def __init__(

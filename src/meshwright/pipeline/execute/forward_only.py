@@ -56,13 +56,7 @@ def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ForwardRow:
-    """What one tick of one stage does.
-
-    Attributes:
-        microbatch: the microbatch; negative where there is nothing to do.
-        chunk: the chunk.
-        stage: the stage's number.
-    """
+    """What one tick of one stage does; the microbatch is negative where there is nothing to do."""
 
     microbatch: Array
     chunk: Array
@@ -73,11 +67,6 @@ class PipelinedForward:
     """A loss computed by stages that work on different microbatches at the same time.
 
     Each stage reads its own blocks only; every microbatch starts from the same state.
-
-    Args:
-        cut: the loss cut into stages, rows in the order of stages.
-        where: the mesh and the layouts on it.
-        num_chunks: pieces of the model on each stage.
     """
 
     def __init__(self, cut: BlockCut, where: StageContext, num_chunks: int) -> None:

@@ -61,12 +61,7 @@ def least_saved(
     They are a smallest cut through the program, in bytes, between what cannot be recomputed
     (inputs, and results of equations that are not cheap) and what is wanted. Of several, the one
     that leaves the least to recompute is taken. Values that do not depend on the inputs need not be
-    saved.
-
-    Args:
-        eqns: the program.
-        inputs: variables that are not available later, from outside the program or inside it.
-        wanted: variables that are needed later.
+    saved. ``inputs`` are not available later, whether from outside the program or inside it.
     """
     graph = _Flow()
     # Each variable is an edge from the first node to the second: to save it is to cut the edge.
@@ -96,14 +91,9 @@ def least_saved(
 
 @dataclass(frozen=True)
 class BackwardHalves:
-    """A backward program in two parts.
+    """A backward program in two parts: gradients of x, and of weights given the cut between them.
 
-    Attributes:
-        closed: the whole program, calls and remat inlined.
-        cotangents: its inputs that are gradients of the results.
-        first: the equations of the gradient with respect to x.
-        second: the equations of the weight gradient, given the cut.
-        cut: values of the first part that the second one reads.
+    In ``closed``, the whole program, calls and remat are inlined.
     """
 
     closed: ClosedJaxpr

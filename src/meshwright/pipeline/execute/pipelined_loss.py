@@ -34,11 +34,7 @@ from meshwright.sharding.placement import Placement
 class PipelineSums:
     """Summed gradients and losses of a batch.
 
-    Attributes:
-        gradients: for each parameter leaf, the sum of the microbatches' gradients, each times its
-            weight (and the loss scale).
-        losses: totals and weights, added up.
-        state: the state leaves afterwards.
+    Gradients of microbatches are each times its weight (and the loss scale).
     """
 
     gradients: list[Array]
@@ -53,15 +49,9 @@ _StageResults = tuple[LeafValues, LeafValues, Losses, LeafValues]
 class PipelinedLoss:
     """A loss and its gradients, computed by stages that work on different microbatches.
 
-    Args:
-        cut: the loss cut into stages, rows in the order of stages.
-        where: the mesh and the layouts on it.
-        schedule: the schedule.
-        num_microbatches: microbatches between two flushes.
-        sums: by number of the step leaf, the layout of its gradient sum on one stage.
-        gradients: by number of the step leaf, the placement of its gradient afterwards.
-        per_device: the same loss for the samples of one device, if each device sums its gradients
-            until the end of the step.
+    ``sums`` and ``gradients`` are, by number of the step leaf, the layout of a gradient's sum on
+    one stage and its placement afterwards. ``per_device`` is the same loss for the samples of one
+    device, if each device sums its gradients until the end of the step.
     """
 
     def __init__(
@@ -200,11 +190,8 @@ class PipelinedLoss:
 class OuterSums:
     """Sums the outer weights' gradients over the devices of all stages.
 
-    Args:
-        mesh: the mesh.
-        batch_axes: axes whose devices have sums of their own, besides the stages.
-        sums: by number of the step leaf, the layout of its sum on one stage.
-        gradients: by number of the step leaf, the placement of its gradient afterwards.
+    ``batch_axes`` are those whose devices have sums of their own, besides the stages; ``sums`` and
+    ``gradients`` are as in `PipelinedLoss`.
     """
 
     def __init__(

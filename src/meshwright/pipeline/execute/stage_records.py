@@ -15,12 +15,7 @@ from meshwright.trees import PyTree, TreeDef
 
 @dataclass(frozen=True)
 class MessageSplit:
-    """Splits messages of one structure into leaves with and without a gradient.
-
-    Attributes:
-        has_gradient: by leaf, whether it has a gradient.
-        tree: the structure of the message.
-    """
+    """Splits messages of one structure into leaves with and without a gradient."""
 
     has_gradient: tuple[bool, ...]
     tree: TreeDef
@@ -29,9 +24,7 @@ class MessageSplit:
     def of(cls, message: PyTree, *, differentiable: bool = True) -> MessageSplit:
         """Return the split of messages like this one, given as arrays or shapes.
 
-        Args:
-            message: an example.
-            differentiable: whether floats have a gradient; the input of a model has none.
+        Floats have a gradient if ``differentiable``, unlike those of a model's input.
         """
         leaves, tree = jax.tree.flatten(message)
         return cls(tuple(differentiable and is_float(leaf) for leaf in leaves), tree)
@@ -53,10 +46,8 @@ class MessageSplit:
 class BackwardMessage:
     """Gradients for the previous stage, or values from an input gradient for its weight gradient.
 
-    Attributes:
-        values: the gradients, or the values that the weight gradient needs.
-        weight: the weight of the microbatch, by which gradients of weights are multiplied at the
-            end; None if they already include it, as they do unless the loss is scaled.
+    Gradients of weights are multiplied by ``weight`` at the end; None if they include it already,
+    as they do unless the loss is scaled.
     """
 
     values: list[Array]
@@ -68,9 +59,7 @@ class BackwardMessage:
 class BlockWeights:
     """The weights that the blocks of a chunk read, their gradients, or the sums of these.
 
-    Attributes:
-        rows: those of each block; sums have a dim 0 that counts chunks.
-        outer: those outside the blocks.
+    Rows are those of each block; dim 0 of their sums counts chunks.
     """
 
     rows: list[BlockRow]

@@ -32,11 +32,8 @@ Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 class HeldValues(NamedTuple):
     """The values that forward and backward both read.
 
-    Attributes:
-        weights: values with gradients.
-        fixed: values without gradients.
-        casts: (weights, fixed) in the dtypes in which they are read; None to cast them where they
-            are read.
+    Only weights have gradients. ``casts`` are (weights, fixed) in the dtypes in which they are
+    read; None to cast them there.
     """
 
     weights: PyTree
@@ -45,13 +42,7 @@ class HeldValues(NamedTuple):
 
 
 class ForwardValues(NamedTuple):
-    """The results of a forward pass.
-
-    Attributes:
-        y: the result.
-        further: results without a gradient.
-        saved: the values from which the residuals of the backward pass are computed.
-    """
+    """The result of a forward pass, results without a gradient, and what backward starts from."""
 
     y: PyTree
     further: PyTree
@@ -64,14 +55,8 @@ class StageVJP:
     What is saved is the least, in bytes, from which all residuals follow without much work: values
     that depend on weights and fixed values alone (casts, gathered or transposed weights) and what
     compilers fuse into its consumers (activation functions, normalized values, masks) are
-    recomputed.
-
-    Args:
-        function: from (weights, fixed, x, others) to (y, further results). Gradients are taken
-            with respect to weights and x.
-        held: examples or shapes of its weights and fixed values.
-        x: examples or shapes of its input.
-        others: examples or shapes of inputs without gradients, which differ from call to call.
+    recomputed. Gradients are taken with respect to weights and x; ``others`` have none, and differ
+    from call to call.
     """
 
     def __init__(self, function: Function, held: HeldValues, x: PyTree, others: PyTree) -> None:
@@ -241,12 +226,7 @@ def _dtypes_read(eqns: Iterable[Equation], inputs: Sequence[Var]) -> list[Any]:
 
 
 class _KnownCasts:
-    """A rule that uses casts made before, for the values they were made of.
-
-    Args:
-        values: the values.
-        casts: the casts of each; those of the same dtype are left out.
-    """
+    """A rule that uses casts made before, for the values they were made of."""
 
     def __init__(self, values: Sequence[Value], casts: Sequence[Value]) -> None:
         # By identity. The values are kept, so that no other value can get the same number.

@@ -35,13 +35,7 @@ from meshwright.trees import PyTree
 
 
 class StageForward:
-    """The forward functions of one stage with its leaves.
-
-    Args:
-        functions: the model's stages.
-        values: the leaves of this stage.
-        num_chunks: pieces of the model on each stage.
-    """
+    """The forward functions of one stage with its leaves."""
 
     def __init__(self, functions: StageFunctions, values: StageValues, num_chunks: int) -> None:
         self.functions, self.values, self.num_chunks = functions, values, num_chunks
@@ -69,11 +63,7 @@ class StageForward:
 class StageWork(StageForward):
     """Forward and backward passes of one stage, each for one microbatch.
 
-    Args:
-        functions: the model's stages.
-        values: the leaves of this stage.
-        shape: the size of the pipeline.
-        scale: factor on the loss before differentiation, for half precision.
+    ``scale`` is the factor on the loss before differentiation, for half precision.
     """
 
     def __init__(

@@ -91,12 +91,7 @@ def named(operation: TickOp, function: F) -> F:
 
 @dataclass(frozen=True)
 class OpCounts:
-    """How often each stage runs which operation in one step.
-
-    Attributes:
-        ticks: number of ticks.
-        counts: for each operation, how often each stage runs it.
-    """
+    """How often each stage runs which operation in one step."""
 
     ticks: int
     counts: Mapping[TickOp, Sequence[int]]
@@ -107,13 +102,7 @@ class OpCounts:
         return len(self.counts[TickOp.FORWARD])
 
     def times(self, op_name: str, count: int, stage: int) -> int:
-        """Return how often a stage runs an instruction.
-
-        Args:
-            op_name: the instruction's name in the traced program.
-            count: how often it would run if it were part of every tick.
-            stage: the stage.
-        """
+        """Return how often a stage runs an instruction; ``count`` is how often if in every tick."""
         operations = _NAMED.findall(op_name)
         if not operations:
             return count

@@ -33,15 +33,9 @@ def pipeline_warnings(
 ) -> list[str]:
     """Return suggested changes, one sentence each.
 
-    Args:
-        schedule: the schedule.
-        num_microbatches: M.
-        num_stages: S.
-        stage_costs: FLOPs (or time) of each stage, in any unit; empty if unknown.
-        bubble: the share of time stages wait, their costs included; simulated by default.
-        samples: those of all M microbatches, so that batch sizes can be named; 0 if unknown.
-        replicas: groups of devices that work on different samples.
-        remedy: what helps against unequal stages.
+    The bubble includes the costs of stages, and is simulated by default. Batch sizes are named if
+    the samples of all microbatches are given, for groups of devices with samples of their own
+    (``replicas``).
     """
     equal = schedule.bubble(num_microbatches, num_stages)
     if bubble is None:

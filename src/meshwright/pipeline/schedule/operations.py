@@ -14,11 +14,8 @@ from meshwright.config.argument_checks import check_count
 class Kind(Enum):
     """What an operation computes.
 
-    Attributes:
-        FORWARD: a stage's output.
-        BACKWARD: gradients with respect to a stage's input and its weights, at once.
-        INPUT_GRAD: the gradient with respect to the input alone, which another stage waits for.
-        WEIGHT_GRAD: the gradient with respect to the weights alone, which no stage waits for.
+    BACKWARD is both gradients at once. Another stage waits for that of the input, INPUT_GRAD; no
+    stage waits for that of the weights, WEIGHT_GRAD.
     """
 
     FORWARD = "F"
@@ -32,13 +29,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of one stage.
-
-    Attributes:
-        kind: the kind of operation.
-        microbatch: the number of the microbatch, from 0.
-        chunk: the number of the chunk within the stage, from 0.
-    """
+    """One operation of one stage; microbatches, and chunks within the stage, count from 0."""
 
     kind: Kind
     microbatch: int
@@ -59,13 +50,7 @@ Operations = Sequence[Sequence[Op]]
 
 
 class OpResult(NamedTuple):
-    """The result of an operation, which others wait for.
-
-    Attributes:
-        kind: FORWARD for an output, INPUT_GRAD for the gradient with respect to an input.
-        microbatch: the microbatch.
-        virtual: the virtual stage that computes it.
-    """
+    """What others wait for: an output (FORWARD) or an input's gradient of a virtual stage."""
 
     kind: Kind
     microbatch: int
@@ -74,12 +59,9 @@ class OpResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a pipeline.
+    """The size of a pipeline: M microbatches between two flushes, S stages, v chunks on each.
 
-    Attributes:
-        num_microbatches: M, microbatches between two flushes.
-        num_stages: S, groups of devices one after another.
-        num_chunks: v, pieces of the model on each stage; virtual stage ``chunk·S + stage``.
+    The virtual stage of a chunk is ``chunk·S + stage``.
     """
 
     num_microbatches: int
@@ -143,11 +125,7 @@ class Shape:
 class Times:
     """How long the operations of a whole stage (all chunks together) take, in any unit.
 
-    Attributes:
-        forward: a stage's forward pass of one microbatch.
-        input_grad: its gradient with respect to its input.
-        weight_grad: its gradient with respect to its weights.
-        scale: each stage's times relative to these; empty for equal stages.
+    ``scale`` is each stage's times relative to these; empty for equal stages.
     """
 
     forward: Fraction | int = 1

@@ -160,9 +160,6 @@ class Interleaved(OneForwardOneBackward):
     """One forward, one backward, with several chunks of the model on each stage.
 
     A microbatch passes all stages once per chunk, so that the pipeline fills faster.
-
-    Attributes:
-        chunks: pieces of the model on each stage.
     """
 
     chunks: int = 2

@@ -73,10 +73,6 @@ class TickTable:
     """The operations of all stages; a tick lasts as long as its slowest stage.
 
     Messages sent in a tick arrive before the next one.
-
-    Attributes:
-        shape: the pipeline's size.
-        ticks: the ticks in order.
     """
 
     shape: Shape

@@ -46,13 +46,7 @@ _WAITING = 0.22
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """When each operation runs; printed as a chart, one row per stage, time from left to right.
-
-    Attributes:
-        shape: the pipeline's size.
-        spans: the operations.
-        makespan: from the first operation's start to the last one's end.
-    """
+    """When each operation runs; printed as a chart, one row per stage, time from left to right."""
 
     shape: Shape
     spans: tuple[Span, ...]
