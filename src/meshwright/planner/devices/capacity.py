@@ -18,13 +18,7 @@ SHARED = "devices of one host share its memory, so that more of them hold no mor
 
 @dataclass(frozen=True)
 class Capacity:
-    """The memory of one device.
-
-    Attributes:
-        bytes: how much it is.
-        source: where the figure comes from, in words.
-        shared: whether it is a part of the memory of the host, which more devices only divide.
-    """
+    """The memory of one device, where the figure comes from, and if more devices only divide it."""
 
     bytes: int
     source: str
@@ -39,9 +33,7 @@ def device_capacity(
 ) -> Capacity | None:
     """Return the memory of the smallest of these devices; None if it is not known.
 
-    Args:
-        devices: devices of this process.
-        host: returns the memory of the host, which virtual devices share.
+    Virtual devices share the memory that ``host`` returns.
     """
     if not devices:
         return None

@@ -44,10 +44,8 @@ class Timed:
 class DeviceTimer:
     """Times programs on some devices, all of which run the same at once.
 
-    Attributes:
-        devices: the devices.
-        seconds: the longest that one timing should take, besides compiling.
-        deadline: after this time of `time.perf_counter`, timings are as short as possible.
+    One timing should take ``seconds``, besides compiling; after the ``deadline`` of
+    `time.perf_counter`, as short as possible.
     """
 
     devices: Sequence[Any]
@@ -57,9 +55,7 @@ class DeviceTimer:
     def products(self, dtype: str, launch: float) -> list[Timed]:
         """Time square products on each device, from small to as large as time allows.
 
-        Args:
-            dtype: of the factors.
-            launch: seconds to start an operation, which are not counted.
+        The seconds to ``launch`` an operation are not counted.
         """
         timed: list[Timed] = []
         for size in SIZES.get(self.devices[0].platform, LARGE_SIZES):

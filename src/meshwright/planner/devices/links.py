@@ -18,19 +18,11 @@ from meshwright.mesh.build import split_across
 class AxisLink:
     """How the devices of a mesh axis are connected.
 
-    Attributes:
-        axis: the axis.
-        size: its devices.
-        inside: devices of the axis in one node.
-        nodes: nodes it spans.
-        gb_per_s: what a device can send over the slowest link that the axis uses, in one
-            direction, 1e9 bytes/s; what collectives reach, not the peak.
-        latency_s: the time of a message over that link, besides its bytes.
-        fast: whether all of it is inside a node.
-        inside_gb_per_s: what a device can send to those in its node.
-        pair_gb_per_s: what a device can send to its neighbour on the axis.
-        steps: messages that follow each other inside a node when each receives from all others.
-        hops: links that a message inside a node crosses, on average.
+    ``inside`` is its devices in one node, ``nodes`` how many it spans. Bandwidths are what a device
+    can send in one direction and what collectives reach, 1e9 bytes/s: over the slowest link that
+    the axis uses, to devices of its node, and to its neighbour on the axis. The latency is that of
+    the slowest link. Inside a node, ``steps`` messages follow each other when each receives from
+    all others, and a message crosses ``hops`` links on average.
     """
 
     axis: str
@@ -64,13 +56,8 @@ def axis_links(hardware: Hardware, mesh: Mapping[str, int]) -> dict[str, AxisLin
 def collective_seconds(kind: str, nbytes: float, link: AxisLink, hardware: Hardware) -> float:
     """Return the time of one collective over an axis.
 
-    Args:
-        kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``,
-            ``collective-permute`` or ``collective-broadcast``; ``point-to-point`` is a permute.
-        nbytes: the size of the whole value: an all-gather's output, a reduce-scatter's input, what
-            one device sends in an all-to-all or a permute.
-        link: how the axis is connected.
-        hardware: the devices.
+    ``nbytes`` is the size of the whole value: an all-gather's output, a reduce-scatter's input,
+    what one device sends in an all-to-all or a permute.
     """
     if kind not in _SECONDS:
         raise UserError(
@@ -196,11 +183,8 @@ _TORUS_DIMS = {"torus_2d": 2, "torus_3d": 3}
 class InsideLinks:
     """What the devices of an axis have of the fast links inside a node.
 
-    Attributes:
-        links: links of a device that a collective over the axis uses at once.
-        pair: links between two neighbours on the axis.
-        steps: messages that follow each other when every device receives from all others.
-        hops: links that a message between two devices crosses, on average.
+    ``links`` of a device are used at once by a collective over the axis, ``pair`` of them join two
+    neighbours on it; ``steps`` and ``hops`` are those of `AxisLink`.
     """
 
     links: int

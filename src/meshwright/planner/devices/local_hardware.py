@@ -48,11 +48,10 @@ _HOST_SHARE = 0.9
 
 
 def find_hardware(text: str | None) -> Hardware:
-    """Return the hardware that a setting names.
+    """Return the hardware that a setting such as ``8xA100-40GB`` names.
 
-    Args:
-        text: such as ``8xA100-40GB``; ``local`` measures this machine; None takes the figures of
-            the table for the devices that are present, and measures them if they are not in it.
+    ``local`` measures this machine; None takes the figures of the table for the devices that are
+    present, and measures them if they are not in it.
     """
     if text is not None and not is_local(text):
         return parse_hardware(text)
@@ -70,12 +69,8 @@ def measure_local(
 ) -> Hardware:
     """Measure the devices of this process, or return what was measured before.
 
-    Figures are of one device while all are busy: virtual devices share the cores of a host.
-
-    Args:
-        devices: the devices; by default all of this process.
-        refresh: whether to repeat an earlier measurement.
-        seconds: how long a measurement should take.
+    Figures are of one device while all are busy: virtual devices share the cores of a host. An
+    earlier measurement is repeated with ``refresh``, and should take ``seconds``.
     """
     import jax
 

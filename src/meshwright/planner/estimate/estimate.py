@@ -32,17 +32,10 @@ def tied_with(seconds: float) -> float:
 class MemoryEstimate:
     """Bytes per device while a step runs.
 
-    Attributes:
-        parameters: trained and frozen parameters, and other state of the model; exact.
-        optimizer: the state of the optimizer; exact.
-        gradients: gradients that exist at the moment of the peak, and sums of them.
-        batch: the samples of a step; exact.
-        gathered: weights that are gathered or cast at the moment of the peak.
-        activations: values that the backward pass needs, at the moment of the peak.
-        working: everything else at the moment of the peak.
-        reserved: a margin for what is not predicted; not in `compiled`.
-        all_gradients: all gradients, which exist together before the optimizer runs; exact. When
-            most memory is in use, there may be fewer.
+    Parameters (with other state of the model), optimizer and batch are exact, and so are
+    ``all_gradients``, which exist together before the optimizer runs. Gradients, gathered or cast
+    weights, activations for the backward pass and what else is ``working`` are those at the moment
+    of the peak. The margin ``reserved`` is not in `compiled`.
     """
 
     parameters: int
@@ -87,10 +80,7 @@ class MemoryEstimate:
 class AxisTraffic:
     """What the devices of one mesh axis send per step.
 
-    Attributes:
-        sent_bytes: bytes that each device sends.
-        seconds: how long that takes by itself.
-        exposed_seconds: the part that computing does not hide.
+    Exposed is the part of the time that computing does not hide.
     """
 
     sent_bytes: float
@@ -102,13 +92,9 @@ class AxisTraffic:
 class TimeEstimate:
     """Seconds of one step.
 
-    Attributes:
-        compute: kernels of one device, without waiting.
-        staging: what running the blocks in pipeline stages adds to that.
-        traffic: what is sent, by mesh axis.
-        bubble: seconds in which a device waits for other pipeline stages.
-        flops: operations of one step on all devices, without recomputation.
-        peak_flops: operations per second that all devices together can do at most.
+    ``compute`` are kernels of one device, ``staging`` what running the blocks in stages adds to
+    them, ``bubble`` the wait for other stages. FLOPs are those of all devices, without
+    recomputation.
     """
 
     compute: float
@@ -138,11 +124,7 @@ class TimeEstimate:
 class Estimate:
     """A plan on some hardware, with what it needs.
 
-    Attributes:
-        plan: the plan.
-        hardware: the hardware.
-        time: seconds per step.
-        find_memory: computes the memory when it is asked for: of most plans only the time counts.
+    The memory is computed when it is asked for: of most plans only the time counts.
     """
 
     plan: Plan

@@ -70,17 +70,10 @@ class _Case(NamedTuple):
 class Estimator:
     """Estimates plans for one model, loss and optimizer, from the traced program.
 
-    Programs are traced for two samples and one device, once for each way to save activations;
-    what a plan needs follows from how its mesh shards their arrays. Nothing is allocated.
-
-    Args:
-        model: builds the model from `nnx.Rngs`.
-        loss: ``loss(model, batch)``.
-        optimizer: any optax transformation.
-        batch: a batch of any size, as arrays or shapes.
-        trainable: NNX filter of what is trained, or adapters.
-        precision: the compute format of most plans; what does not depend on a plan, such as the
-            number of blocks, is read from the program in this format.
+    Programs are traced for two samples and one device, once for each way to save activations; what
+    a plan needs follows from how its mesh shards their arrays. Nothing is allocated. What does not
+    depend on a plan, such as the number of blocks, is read from the program in ``precision``, the
+    compute format of most plans.
     """
 
     @activity("tracing the model")

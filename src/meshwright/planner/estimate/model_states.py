@@ -36,12 +36,7 @@ _TENSOR_SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64)
 
 
 class ModelStates:
-    """Where the leaves of a model are placed, and what a device holds of them.
-
-    Args:
-        programs: the model's programs.
-        optimizer: any optax transformation.
-    """
+    """Where the leaves of a model are placed, and what a device holds of them."""
 
     def __init__(self, programs: TracedPrograms, optimizer: optax.GradientTransformation) -> None:
         self._programs, self._optimizer = programs, optimizer
@@ -115,15 +110,7 @@ class ModelStates:
         weights: Mapping[PlacedWeight, int],
         staged: Collection[int],
     ) -> PlacedState:
-        """Return the training state on one device.
-
-        Args:
-            layout: the step's leaves.
-            placements: the placement of each, sharded as far as the mesh does.
-            plan: the plan.
-            weights: how many weights are placed alike.
-            staged: numbers of the leaves that hold blocks of pipeline stages.
-        """
+        """Return the training state on one device; ``staged`` leaves hold blocks of stages."""
         sizes, zero = _model_sizes(plan), plan.sharding.zero
         optimizer = self._flat_optimizer(layout, placements, sizes)
         leaves = layout.step_leaves
@@ -209,15 +196,10 @@ def _divides(classes: DimClasses, size: int) -> bool:
 class PlacedState:
     """The training state on one device.
 
-    Attributes:
-        parameters: bytes of parameters and of the model's other state.
-        optimizer: bytes of the optimizer's state.
-        gradients: bytes of reduced gradients.
-        sums: bytes of the sums of gradients over microbatches.
-        shares: by number of the step leaf, which part of it the device has.
-        weights: how many weights are placed alike.
-        outside: bytes of the parameters outside of pipeline stages, as each stage computes with
-            them: sharded over the tensor axis alone.
+    All but ``shares``, by number of the step leaf, and ``weights``, how many are placed alike, are
+    bytes. Parameters include the model's other state, gradients are reduced, sums are those over
+    microbatches. ``outside`` are parameters outside of pipeline stages as each stage computes with
+    them: sharded over the tensor axis alone.
     """
 
     parameters: int

@@ -39,11 +39,7 @@ Blocks = Literal["unroll", "scan"]
 class TracedPrograms:
     """The loss of a few samples on one device, in each format and each way to run its blocks.
 
-    Args:
-        loss: ``loss(model, batch)``.
-        leaves: the model's leaves.
-        samples: the samples.
-        precision: the compute format of the program that blocks and statistics are found in.
+    Blocks and statistics are found in the program of one ``precision``.
     """
 
     def __init__(
@@ -132,11 +128,7 @@ def blocks_of(plan: Plan) -> Blocks:
 
 
 class GradientPrograms:
-    """The scheduled gradients of a model's programs.
-
-    Args:
-        programs: the programs.
-    """
+    """The scheduled gradients of a model's programs."""
 
     def __init__(self, programs: TracedPrograms) -> None:
         self._programs = programs

@@ -29,13 +29,9 @@ def sent_by_stages(
 ) -> list[list[Needed]]:
     """Return what a plan sends: its first and its last stage, or all devices without stages.
 
-    Args:
-        weights: how many weights are placed alike.
-        events: what operations send over the tensor axis.
-        plan: the plan.
-        scale: a device's samples of a microbatch, relative to those traced.
-        num_blocks: the number of repeated blocks.
-        messages: bytes and number of the messages of the stage that sends most of them.
+    ``weights`` says how many are placed alike, ``scale`` is a device's samples of a microbatch
+    relative to those traced, and ``messages`` are bytes and number of the messages of the stage
+    that sends most of them.
     """
     own_blocks = math.ceil(num_blocks / plan.size("pipe"))
     stages: list[Stage | None] = [None]
@@ -82,11 +78,7 @@ def time_traffic(
 ) -> dict[str, AxisTraffic]:
     """Return how long all of it takes, by axis: in the stage that sends most over it.
 
-    Args:
-        stages: the collectives of each stage.
-        plan: the plan.
-        hardware: the devices and their links.
-        compute: seconds of computing, behind which a part of it can run.
+    A part of it can run behind the seconds of ``compute``.
     """
     links = _links(hardware, tuple(plan.mesh.items()))
     by_stage = [_sums(sent, links, hardware) for sent in stages]

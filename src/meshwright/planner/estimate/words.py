@@ -83,13 +83,7 @@ def too_large(estimate: Estimate, share: float) -> str:
 
 
 def room(needs: int, capacity: int, share: float) -> str:
-    """Return bytes compared with the share of a device's memory that they may take.
-
-    Args:
-        needs: the bytes.
-        capacity: the memory of a device.
-        share: the part of it that a plan may take.
-    """
+    """Return bytes compared with the share of a device's memory that they may take."""
     limit = share * capacity
     over = f", {human_bytes(needs - limit)} too much" if needs > limit else ""
     return f"{human_bytes(needs)} of {human_bytes(limit)} ({share:.0%} of a device){over}"
@@ -135,10 +129,7 @@ def within_error(fast: Estimate, slow: Estimate) -> str:
 def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:
     """Return why a mesh is slower than the best one whose fastest settings do not fit.
 
-    Args:
-        bound: the fastest plan of the mesh with any amount of memory.
-        best: the best plan.
-        share: the share of a device's memory that a plan may take.
+    ``bound`` is the fastest plan of the mesh with any amount of memory.
     """
     name, limit = describe_sizes(best.plan.mesh), human_bytes(share * bound.capacity)
     need = (

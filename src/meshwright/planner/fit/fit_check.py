@@ -85,15 +85,9 @@ def check_memory(
 ) -> list[str]:
     """Refuse a step whose state, gradients and batch alone exceed a device's memory.
 
-    Args:
-        assembled: the step.
-        make_estimator: returns what predicts the rest; None without predictions. It is not asked
-            on CPUs, whose devices share the memory of the host with everything else, nor where
-            state, gradients and batch are small (`PREDICTED_FROM`).
-        capacity: the memory of a device; what this process finds by default.
-
-    Returns:
-        A warning if the step is predicted to need more than there is.
+    Return a warning if the estimator predicts more than there is. It is not asked on CPUs, whose
+    devices share the memory of the host with everything else, nor where state, gradients and batch
+    are small (`PREDICTED_FROM`).
     """
     capacity = capacity or device_capacity(assembled.mesh.local_devices)
     if capacity is None:
@@ -109,12 +103,7 @@ def check_memory(
 
 
 def warn_of_compiled(assembled: Assembled, memory: MemoryUse | None) -> list[str]:
-    """Return a warning if a compiled step needs more memory than a device has.
-
-    Args:
-        assembled: the step.
-        memory: what the compiled program needs; None if it is not known.
-    """
+    """Return a warning if a compiled step needs more memory than a device has, if that is known."""
     capacity = device_capacity(assembled.mesh.local_devices)
     if memory is None or capacity is None:
         return []

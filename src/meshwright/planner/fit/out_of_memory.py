@@ -30,12 +30,7 @@ MOST_REMEDIES = 6
 
 @dataclass(frozen=True)
 class KnownProgram:
-    """What is known of a compiled program.
-
-    Attributes:
-        memory: its memory on each device; None if the compiler does not report it.
-        text: returns its optimized text; None if the compiler has none.
-    """
+    """The memory of a compiled program on each device, and what returns its optimized text."""
 
     memory: MemoryUse | None
     text: Callable[[], str | None]
@@ -44,11 +39,7 @@ class KnownProgram:
 class MemoryAdvice:
     """Explains why a step does not fit into memory.
 
-    Args:
-        assembled: the step.
-        make_estimator: returns what predicts memory; None without predictions.
-        resumable: whether the run has checkpoints, so that only changes it could resume with
-            are suggested.
+    If the run is ``resumable``, only changes it could resume with are suggested.
     """
 
     def __init__(
@@ -66,10 +57,7 @@ class MemoryAdvice:
     ) -> AbstractContextManager[None]:
         """Turn JAX's exception about memory into a message with numbers and remedies.
 
-        Args:
-            doing: returns what was being done.
-            program: the compiled step, if it runs.
-            trains: whether gradients are computed.
+        ``doing`` returns what was being done; ``trains`` says whether gradients are computed.
         """
         return explaining_shortage(
             lambda shortage: self._explain(shortage, doing(), program, trains=trains)

@@ -18,14 +18,9 @@ from meshwright.text.units import human_bytes
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change to a plan.
+    """A change to a plan, as its reader would write it, with what it is predicted to save.
 
-    Attributes:
-        plan: the changed plan.
-        text: the change as its reader would write it.
-        saving: bytes per device that it is predicted to save; None without a prediction.
-        fits: whether the changed plan is predicted to fit; None without a prediction.
-        samples: samples of a microbatch, if the change is that there are fewer.
+    ``samples`` are those of a microbatch, if the change is that there are fewer.
     """
 
     plan: Plan
@@ -52,14 +47,9 @@ def find_remedies(
 ) -> list[Remedy]:
     """Return the changes that apply to a plan, those that cost least first.
 
-    Args:
-        plan: the plan that needs too much memory.
-        has_blocks: whether the model has blocks that can be recomputed.
-        rolls_blocks: whether they are alike, and can become a scan.
-        trains: whether gradients are computed; evaluations keep nothing for them.
-        same_results: leave out what a resumed run refuses, such as another precision.
-        shared_memory: whether the devices share the memory of their host, of which more devices
-            have no more.
+    Blocks can be recomputed, and become a scan if they are alike (``rolls_blocks``). Evaluations
+    keep nothing for gradients (``trains``). With ``same_results``, what a resumed run refuses is
+    left out, such as another precision; with ``shared_memory``, more devices have no more.
     """
     sharding = _sharding(plan, has_blocks, rolls_blocks) if trains else ()
     found = [*_fewer_samples(plan), *sharding, *_sharded_state(plan)]
@@ -105,10 +95,8 @@ def unranked(remedies: Sequence[Remedy]) -> list[Remedy]:
 def shard_further(plan: Plan, *, more_devices: bool) -> Iterator[Remedy]:
     """Yield plans with less of the training state on each device, the smallest change first.
 
-    Args:
-        plan: the plan that needs too much memory.
-        more_devices: whether to try two, four, … times as many devices too, as far as the global
-            batch can be divided over them.
+    With ``more_devices``, two, four, … times as many are tried too, as far as the global batch can
+    be divided over them.
     """
     yield from _sharding(plan, has_blocks=False, rolls_blocks=False)
     for remedy in _sharded_state(plan):

@@ -31,12 +31,7 @@ OF_MESHES = frozenset({SLOW_FSDP, TENSOR_ACROSS, OVER_SHARDING})
 
 @dataclass(frozen=True)
 class AntiPattern:
-    """A common mistake.
-
-    Attributes:
-        name: what it is called.
-        text: what it costs in this plan, and what to do instead.
-    """
+    """A common mistake: its name, what it costs in this plan, and what to do instead."""
 
     name: str
     text: str
@@ -48,14 +43,7 @@ class AntiPattern:
 def find_anti_patterns(
     estimator: Estimator, estimate: Estimate, better: Estimate | None, share: float = MEMORY_SHARE
 ) -> list[AntiPattern]:
-    """Return the mistakes of a plan.
-
-    Args:
-        estimator: estimates plans for the model.
-        estimate: the plan.
-        better: the best plan that is known, if it is another one.
-        share: the share of a device's memory that a plan may take.
-    """
+    """Return the mistakes of a plan, compared with the best one that is known if it is another."""
     found = {
         "a batch that does not divide": _uneven_batch(estimate),
         "replicating a model that does not fit": _replicated(estimate, share),

@@ -36,16 +36,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Budget:
-    """What it costs to reach a goal.
-
-    Attributes:
-        goal: how much is trained.
-        steps: optimizer steps, rounded up.
-        seconds: how long they take.
-        devices: how many devices run meanwhile.
-        device_hours: the time of all devices together.
-        usd: what they cost; None without a price.
-    """
+    """What it costs to reach a goal; ``usd`` is None without a price."""
 
     goal: Goal
     steps: int
@@ -78,10 +69,7 @@ class Budget:
 class PlanGoal:
     """How much is to be trained, and at which price.
 
-    Attributes:
-        goal: how much.
-        num_samples: samples of the data, needed for a goal in epochs; None if unknown.
-        usd_per_device_hour: the price of a device; None leaves the money out.
+    A goal in epochs needs the samples of the data; without a price, the money is left out.
     """
 
     goal: Goal
@@ -91,9 +79,7 @@ class PlanGoal:
     def samples(self, samples_per_step: int, tokens_per_sample: int) -> float:
         """Return how many samples the goal is; one that cannot be counted in them is an error.
 
-        Args:
-            samples_per_step: the global batch size.
-            tokens_per_sample: tokens of a sample; 1 for data other than tokens.
+        ``tokens_per_sample`` is 1 for data other than tokens.
         """
         goal = self.goal
         samples = {

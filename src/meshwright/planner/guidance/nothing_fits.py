@@ -17,11 +17,7 @@ from meshwright.text.units import counted, human_bytes
 
 
 class NothingFits(UserError):
-    """No plan fits into the memory of the devices.
-
-    Attributes:
-        report: every mesh with its reason, and the smallest cluster, as plain values.
-    """
+    """No plan fits the devices; ``report`` has every mesh with its reason, as plain values."""
 
     exit_code = ExitCode.NOTHING_FITS
 
@@ -65,12 +61,7 @@ def _divided_batch(task: PlanTask) -> str:
 
 
 def _what_holds_it(task: PlanTask, found: SearchResult | None) -> str:
-    """Return what to use for a model that does not fit.
-
-    Args:
-        task: what was planned.
-        found: the smallest cluster of the same chip that holds it; None if none does.
-    """
+    """Return what to use for a model that does not fit; the smallest cluster that holds it."""
     chip = task.hardware.chip.name
     if found is None and _shares_memory(task.hardware):
         local = Setting("hardware", LOCAL)

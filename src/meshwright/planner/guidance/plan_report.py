@@ -41,21 +41,11 @@ AUTO = "auto"
 class PlanReport:
     """What is said about the plans for a model.
 
-    Attributes:
-        name: the model.
-        num_parameters: its parameters.
-        tokens_per_sample: tokens of a sample; 1 for data other than tokens.
-        result: the ranked and the rejected meshes.
-        reasons: why each of the ranked plans ranks where it does.
-        decision: the recommended plan in words.
-        mistakes: common mistakes that it makes, because the user has set something.
-        comparison: how another plan compares, in words; empty if none was asked for.
-        other: the other plan.
-        points: the best plans for fewer devices.
-        changes: what would change the decision.
-        budget: what training costs; None if it is not known how much.
-        fewer: that fewer devices are as fast, and how to plan for them; empty if they are not.
-        remarks: what was assumed.
+    ``reasons`` say why each of the ranked plans ranks where it does, ``mistakes`` are those of the
+    recommended one, because the user has set something. ``comparison`` and ``other`` are of the
+    plan that was to be compared, ``points`` the best plans for fewer devices, ``changes`` what
+    would change the decision. ``fewer`` says that fewer devices are as fast, and how to plan for
+    them.
     """
 
     name: str
@@ -86,8 +76,7 @@ class PlanReport:
     def to_yaml(self, settings: Sequence[str] = ()) -> str:
         """Return the recommended plan as a file that the setting `plan` reads.
 
-        Args:
-            settings: those that describe the model and its data, as they are typed.
+        ``settings`` describe the model and its data, as they are typed.
         """
         best = self.best
         head = (
@@ -114,17 +103,7 @@ def make_report(
     goal: PlanGoal | None = None,
     remarks: Sequence[str] = (),
 ) -> PlanReport:
-    """Search for the best plan and explain it.
-
-    Args:
-        estimator: estimates plans for the model.
-        task: the hardware, the batch and what the user has set.
-        name: the model.
-        top: how many plans to rank.
-        other: what to compare with.
-        goal: how much to train.
-        remarks: what was assumed.
-    """
+    """Search for the best plan and explain it; ``remarks`` say what was assumed."""
     tokens = estimator.tokens_per_sample
     if goal is not None:
         # A goal that cannot be counted in steps is refused before the search.
@@ -185,10 +164,7 @@ def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: Pla
 def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Plan, str]:
     """Return the best plan, and a line that says what was chosen and why.
 
-    Args:
-        estimator: estimates plans for the model.
-        task: the devices, the batch and what the user has set.
-        setting: what the user wrote to ask for it.
+    ``setting`` is what the user wrote to ask for it.
     """
     result = search(estimator, task, top=3)
     if not result.plans:

@@ -15,13 +15,9 @@ from meshwright.text.units import counted, human_bytes, human_count, human_secon
 
 
 class Entry(NamedTuple):
-    """One thing that is said about a plan.
+    """One thing that is said about a plan: a title and a text to read, a key and a value in JSON.
 
-    Attributes:
-        title: what it is called where people read it; None leaves it out there.
-        text: how it is written there.
-        key: its key in JSON; empty leaves it out there.
-        value: its value in JSON.
+    Without a title, or a key, it is left out there.
     """
 
     title: str | None = None

@@ -57,11 +57,6 @@ def fewer_devices(task: PlanTask, best: Estimate, points: Sequence[ScalingPoint]
     """Return that fewer devices are as fast as all, and how to plan for them; empty if not.
 
     Where the user has chosen sizes, that says nothing: other sizes may make all devices faster.
-
-    Args:
-        task: what was planned.
-        best: the recommended plan.
-        points: the best plans for fewer devices.
     """
     enough, fixed = enough_devices(points), task.fixed
     chosen = fixed.mesh or fixed.micro_batch_size or fixed.gradient_accumulation_steps

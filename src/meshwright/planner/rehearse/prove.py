@@ -34,11 +34,7 @@ _DEVICES = ("hardware", "simulate")
 class ProvedPlan:
     """A plan that was predicted and compiled; bytes are per device.
 
-    Attributes:
-        estimate: the prediction.
-        report: what a rehearsal says about the compiled program.
-        for_gpus: whether it was compiled for GPUs. Programs for CPUs are compared in what is the
-            same on all devices: state and what is sent.
+    Programs for CPUs are compared in what is the same on all devices: state and what is sent.
     """
 
     estimate: Estimate
@@ -89,11 +85,8 @@ def prove(
 ) -> list[ProvedPlan]:
     """Compile the plans of estimates, each in a process of its own.
 
-    Args:
-        estimates: the estimates, such as those of the best plans.
-        overrides: the settings of the command line that describe the model and the task.
-        for_gpus: whether to compile for the GPUs of the estimates, or for virtual CPU devices.
-        compile_plan: compiles a plan instead.
+    ``overrides`` are the settings that describe the model and the task. Programs are for the GPUs
+    of the estimates, or for virtual CPU devices.
     """
     compile_plan = compile_plan or partial(rehearse_apart, overrides=overrides, for_gpus=for_gpus)
     proved: list[ProvedPlan] = []
@@ -153,11 +146,7 @@ def proof_table(proved: Sequence[ProvedPlan]) -> Columns:
 
 
 def cpu_note(planned: Hardware) -> str:
-    """Return what a proof by programs for CPUs says about the hardware of its plans.
-
-    Args:
-        planned: the hardware, for which nothing can be compiled here; CPUs need no note.
-    """
+    """Return what a proof by programs for CPUs says about other hardware; CPUs need no note."""
     chip = planned.chip
     if chip.platform == "cpu":
         return ""

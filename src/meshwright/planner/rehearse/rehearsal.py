@@ -37,12 +37,7 @@ RUNS = 7
 
 @dataclass(frozen=True)
 class Measured:
-    """What running the program of one device shows.
-
-    Attributes:
-        compute_seconds: the median time of a step; nothing is sent.
-        peak_bytes: the most memory that was in use; None if the device does not say.
-    """
+    """The median time of a step of one device, which sends nothing, and its peak of memory."""
 
     compute_seconds: float
     peak_bytes: int | None
@@ -52,17 +47,8 @@ class Measured:
 class Rehearsal:
     """A step that was compiled for some devices.
 
-    Attributes:
-        plan: the plan.
-        compiled_for: the devices, in words.
-        for_gpus: whether those are GPUs.
-        memory: the memory of the compiled program on each device.
-        state: bytes of parameters, model state and optimizer state on each device, exact; the step
-            itself counts a few bytes more.
-        batch: bytes of the batch on each device.
-        ledger: what the program sends.
-        compile_seconds: how long compiling took.
-        measured: what running it showed; None if it did not run.
+    Memory, state and batch are bytes on each device. ``state`` is parameters, model state and
+    optimizer state, exact; the step itself counts a few bytes more.
     """
 
     plan: Plan
@@ -77,12 +63,7 @@ class Rehearsal:
 
 
 def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
-    """Compile a step for its mesh, and run the program of one device if asked.
-
-    Args:
-        assembled: the step, on virtual or mocked devices.
-        run: whether to run it, on the one GPU that stands for all.
-    """
+    """Compile a step for its mesh, and run the program on the GPU that stands for all if asked."""
     devices = assembled.mesh.devices
     on_gpus = devices.flat[0].platform == "gpu"
     advice = MemoryAdvice(assembled)
@@ -147,15 +128,7 @@ Source = Literal["measured", "compiled", "modelled", "measured + modelled"]
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a step.
-
-    Attributes:
-        name: what it is.
-        value: bytes or seconds.
-        unit: which of the two.
-        source: how it is known: measured on a device, read from the compiled program, or modelled.
-        predicted: what the planner predicts; None without a prediction.
-    """
+    """One figure of a step, how it is known, and what the planner predicts if it does."""
 
     name: str
     value: float
@@ -181,23 +154,13 @@ def make_figures(
     """Return all figures of a rehearsed step.
 
     A program for CPUs is compared in what is the same on all devices: state, batch and what is
-    sent.
-
-    Args:
-        rehearsal: the step.
-        hardware: the hardware it is for; None leaves out times of communication.
-        estimate: the planner's prediction, if there is one.
+    sent. Without ``hardware``, times of communication are left out.
     """
     return [*_memory(rehearsal, estimate), *_times(rehearsal, hardware, estimate)]
 
 
 def figures_table(figures: Sequence[Figure], *, errors: bool = True) -> Columns:
-    """Return figures as a table, a row each.
-
-    Args:
-        figures: the figures.
-        errors: whether to show how far predictions are off.
-    """
+    """Return figures as a table, a row each; ``errors`` shows how far predictions are off."""
     head = ("per device and step", "", "how it is known", "predicted", "error")
     rows = [
         (

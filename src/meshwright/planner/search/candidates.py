@@ -31,16 +31,7 @@ Sizes = Mapping[str, int]
 class FixedSettings:
     """What the user has set, which a search does not change; None leaves it to the search.
 
-    Attributes:
-        mesh: sizes of some axes.
-        remat: what the backward pass recomputes.
-        blocks: whether repeated blocks run one by one or as a scan.
-        micro_batch_size: samples per device and microbatch.
-        gradient_accumulation_steps: microbatches per step.
-        sync_gradients_every: microbatches between two gradient reductions.
-        schedule: pipeline schedule.
-        num_microbatches: microbatches between two flushes of the pipeline.
-        num_chunks: pieces of the model on each stage, with interleaved.
+    ``mesh`` has the sizes of some axes.
     """
 
     mesh: Sizes = field(default_factory=lambda: MappingProxyType(dict[str, int]()))
@@ -58,15 +49,8 @@ class FixedSettings:
 class PlanTask:
     """What is to be planned: a step of some samples on some hardware.
 
-    Attributes:
-        hardware: the devices.
-        global_batch_size: samples of one step.
-        fixed: what the user has set.
-        sharding: other settings of sharding, the same in every plan.
-        precision: compute format.
-        matmul: precision of float32 matrix products.
-        kernels: what evaluates known parts of the model.
-        memory_share: the share of a device's memory that a plan may take.
+    What is in ``sharding`` but not in ``fixed`` is the same in every plan. A plan may take
+    ``memory_share`` of a device's memory.
     """
 
     hardware: Hardware
@@ -88,12 +72,7 @@ class PlanTask:
 class Variant:
     """The settings of a plan besides its mesh and microbatch size.
 
-    Attributes:
-        remat: what the backward pass recomputes.
-        blocks: whether repeated blocks run one by one or as a scan.
-        sync_once: whether gradients are reduced once per step, not after each microbatch.
-        schedule: pipeline schedule; None without stages.
-        num_chunks: pieces of the model on each stage.
+    With ``sync_once``, gradients are reduced once per step, not after each microbatch.
     """
 
     remat: Remat = "none"
@@ -207,11 +186,7 @@ def config_task(
 ) -> tuple[PlanTask, list[str]]:
     """Return what to plan for a config, and remarks about what was assumed.
 
-    Args:
-        config: the config.
-        decided: keys whose values are not to be changed.
-        hardware: the devices.
-        memory_share: the share of a device's memory that a plan may take.
+    The values of ``decided`` keys are not to be changed.
     """
     fixed = _fixed(config, decided, hardware.count)
     batch, remarks = _global_batch(config, fixed, hardware.count)

@@ -32,14 +32,7 @@ LEAST_SHARDED = 0.02
 
 @dataclass(frozen=True)
 class Rejection:
-    """A mesh that is not recommended.
-
-    Attributes:
-        mesh: axis sizes larger than 1.
-        kind: what it is rejected for.
-        reason: the reason in words, with the numbers.
-        estimate: its estimate, if there is one.
-    """
+    """A mesh that is not recommended, and why; its estimate, if there is one."""
 
     mesh: dict[str, int]
     kind: Kind

@@ -20,11 +20,8 @@ MOST_POINTS = 6
 class ScalingPoint:
     """The best plan for a number of devices.
 
-    Attributes:
-        num_devices: the number of devices.
-        estimate: the best plan; None if nothing fits.
-        tokens_per_second: how fast it trains; samples for data other than tokens.
-        efficiency: speed per device, relative to the fewest devices that hold the model.
+    The estimate is None if nothing fits, and the efficiency is the speed per device, relative to
+    the fewest devices that hold the model.
     """
 
     num_devices: int
@@ -38,10 +35,7 @@ def scaling_curve(
 ) -> list[ScalingPoint]:
     """Return the best plans from one device to all of them, for the same global batch.
 
-    Args:
-        estimator: estimates plans for the model.
-        task: the whole of the hardware; sizes of its mesh are free for fewer devices.
-        best: the best plan for all devices, if it is known.
+    ``best`` is the one for all devices if it is known; sizes of the mesh are free for fewer.
     """
     counts = device_counts(task.hardware.count, task.hardware.devices_per_node)
     found = dict[int, Estimate | None]()
@@ -65,11 +59,7 @@ def _point(count: int, best: Estimate | None, fewest: Estimate | None, tokens: i
 
 
 def enough_devices(points: Sequence[ScalingPoint]) -> ScalingPoint | None:
-    """Return the fewest devices that tie with the fastest number; None if all are needed.
-
-    Args:
-        points: the curve, up to all devices.
-    """
+    """Return the fewest devices that tie with the fastest number; None if all are needed."""
     steps = [point.estimate.time.step if point.estimate else math.inf for point in points]
     most = tied_with(min(steps))
     fewer = zip(points[:-1], steps, strict=False)

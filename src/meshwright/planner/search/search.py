@@ -50,12 +50,9 @@ _Bounds = list[tuple[Estimate, Sizes]]
 class SearchResult:
     """The outcome of a search.
 
-    Attributes:
-        task: what was planned.
-        plans: the best plan of each of the fastest meshes that fit, the recommended one first and
-            the others by step time; empty if nothing fits.
-        find_rejected: says why each other mesh is not among them; called only if someone reads
-            `rejected`.
+    ``plans`` are the best of each of the fastest meshes that fit, the recommended one first and the
+    others by step time. Why each other mesh is not among them is found only if someone reads
+    `rejected`.
     """
 
     task: PlanTask
@@ -91,14 +88,7 @@ def search(
     top: int = 5,
     meshes: Iterable[Sizes] | None = None,
 ) -> SearchResult:
-    """Find the fastest plans.
-
-    Args:
-        estimator: estimates plans for the model.
-        task: the hardware, the batch and what the user has set.
-        top: how many meshes to rank; the others are rejected as slower.
-        meshes: the meshes to look at; all by default.
-    """
+    """Find the fastest plans: ``top`` of these meshes, or of all; the others are slower."""
     check_fixed_mesh(task)
     with activity("comparing plans", afterwards=False) as show_progress:
         return _Search(estimator, task, top, show_progress).run(meshes)

@@ -20,13 +20,7 @@ NEAREST = 6
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One thing changed, and the decision then.
-
-    Attributes:
-        change: what is changed, in words.
-        before: the recommended plan.
-        found: the recommended plan with the change; None if nothing fits.
-    """
+    """One thing changed, and the recommended plans before and then; None if nothing fits."""
 
     change: str
     before: Estimate

@@ -39,15 +39,10 @@ OPAQUE = (PLANNED, PLANNED_GRADIENT)
 class Array:
     """A value of the program.
 
-    Attributes:
-        dims: for each dim its factors, whose classes say along which dims it can be sharded.
-        itemsize: bytes of an element.
-        leaf: the number of the program's input that it is; None for other values.
-        of_weights: whether it is computed from weights alone.
-        of_row: whether it is one row of a stack, which a loop runs over.
-        gradient: the number of the input whose gradient it is; None for other values.
-        cast_of: the number of the input whose rows a loop has cast and saved in it; None for other
-            values.
+    The classes of its dims' factors say along which it can be sharded. ``leaf`` is the number of
+    the program's input that it is, ``gradient`` that of the input whose gradient it is, ``cast_of``
+    that of the input whose rows a loop has cast and saved in it. It may be one row of a stack that
+    a loop runs over (``of_row``).
     """
 
     dims: tuple[tuple[DimFactor, ...], ...]
@@ -76,17 +71,7 @@ class Array:
 
 @dataclass(eq=False)
 class Operation:
-    """An equation of the program, or a loop.
-
-    Attributes:
-        name: the primitive.
-        eqn: the equation.
-        reads: its operands; None for literals.
-        writes: its results.
-        bodies: the programs of a loop or of branches.
-        times: how often a body runs.
-        backward: whether it belongs to the backward pass.
-    """
+    """An equation, or a loop whose bodies run so many times; operands are None for literals."""
 
     name: str
     eqn: Equation
@@ -99,14 +84,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Operations:
-    """A program.
-
-    Attributes:
-        traced: the traced program with its dims.
-        inputs: its arguments.
-        operations: what it does, in order.
-        outputs: its results; None for literals.
-    """
+    """A program; outputs are None for literals."""
 
     traced: ProgramDims
     inputs: list[Array]
@@ -115,12 +93,7 @@ class Operations:
 
 
 def list_operations(traced: ProgramDims, weights: Collection[int] = ()) -> Operations:
-    """Return the operations of a traced program.
-
-    Args:
-        traced: the program.
-        weights: the numbers of its inputs that are weights.
-    """
+    """Return the operations of a traced program, some of whose inputs are weights."""
     inputs = [_array(traced, v) for v in traced.jaxpr.invars]
     for number in weights:
         inputs[number].leaf, inputs[number].of_weights = number, True

@@ -50,13 +50,8 @@ class KernelTimes(NamedTuple):
 class Rule(Generic[Value]):
     """What a compiler or a kernel does, and how that is known.
 
-    Attributes:
-        models: what it does.
-        record: the record that shows it.
-        rows: a part of the names of the rows that show it; empty for all of them.
-        jax: the JAX release of that record.
-        value: its constant; None without one.
-        platforms: where it applies; on all accelerators by default.
+    ``rows`` is a part of the names of the record's rows that show it, all of them if empty; ``jax``
+    is the release of the record.
     """
 
     models: str

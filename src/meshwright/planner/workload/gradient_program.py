@@ -35,12 +35,8 @@ SAMPLES = 2
 class Variant(NamedTuple):
     """What a program depends on besides the model.
 
-    Attributes:
-        remat: what the backward pass recomputes.
-        gathers: whether weights are gathered block by block.
-        rows: whether products may join all dims of activations but their features.
-        kernels: what evaluates known parts.
-        platform: the platform it will run on.
+    Weights may be gathered block by block; with ``rows``, products may join all dims of activations
+    but their features.
     """
 
     remat: str
@@ -53,10 +49,9 @@ class Variant(NamedTuple):
 class LossParts(NamedTuple):
     """How a loss is computed in parts; with the defaults, in one.
 
-    Attributes:
-        row_limit: by class of the logits' last dim, the most rows of a part.
-        token_rows: rows of the logits for one sample.
-        sums: bytes of the gradient of the last projection, to which all parts add.
+    ``row_limit`` has the most rows of a part, by class of the logits' last dim; ``token_rows`` are
+    the logits' rows of one sample; ``sums`` are bytes of the gradient of the last projection, to
+    which all parts add.
     """
 
     row_limit: Mapping[int, int] = {}
@@ -68,11 +63,7 @@ class LossParts(NamedTuple):
 class TracedGradients:
     """A loss and its gradients for a few samples, as operations.
 
-    Attributes:
-        operations: what is computed, with loops over repeated blocks if they are rolled.
-        classes: the dims of its arrays.
-        trained: the number of the step leaf whose gradient each of the first results is.
-        loss_parts: how the loss is computed in parts.
+    The first results are gradients of the step leaves with the numbers ``trained``.
     """
 
     operations: Operations
@@ -85,12 +76,7 @@ class TracedGradients:
 class GradientProgram:
     """A loss and its gradients for a few samples, as kernels.
 
-    Attributes:
-        work: what its kernels do.
-        timeline: how long its arrays are in memory.
-        classes: the dims of its arrays.
-        blocks: its loop over repeated blocks; None if they are not rolled.
-        loss_parts: how the loss is computed in parts.
+    ``timeline`` says how long arrays are in memory; ``blocks`` is None if they are not rolled.
     """
 
     work: WorkTable
@@ -103,14 +89,7 @@ class GradientProgram:
 def trace_gradients(
     traced: TracedLoss, classes: DimClasses, mesh: Mesh, variant: Variant
 ) -> TracedGradients:
-    """Trace the gradients of a loss.
-
-    Args:
-        traced: the loss of `SAMPLES` samples.
-        classes: the dims of its arrays.
-        mesh: a mesh of one device.
-        variant: what the program depends on.
-    """
+    """Trace the gradients of a loss of `SAMPLES` samples, on a mesh of one device."""
     search = KernelSearch(
         variant.kernels,
         platform=variant.platform,
@@ -149,13 +128,7 @@ def trace_gradients(
 def schedule_gradients(
     traced: TracedGradients, platform: str, *, unrolled: bool
 ) -> GradientProgram:
-    """Return the kernels of traced gradients.
-
-    Args:
-        traced: the gradients.
-        platform: the platform they will run on.
-        unrolled: whether blocks run one by one, not in the loops of the traced program.
-    """
+    """Return the kernels of traced gradients; ``unrolled`` blocks run one by one, not in loops."""
     operations = traced.operations
     outputs = [[] if array is None else [array] for array in operations.outputs]
     if unrolled:

@@ -19,12 +19,8 @@ from meshwright.planner.workload.sizes import USES, DeviceSizes, SizeTable, Use
 class Lifetime:
     """How long an array is in memory: from one moment up to and including another.
 
-    Attributes:
-        array: the array.
-        copied: whether it is a copy of an input, and not the array itself.
-        start: the moment it is written.
-        end: the last moment it is read.
-        crosses: whether it is written in the forward pass and read in the backward pass.
+    It may be a copy of an input (``copied``); one that ``crosses`` is written in the forward pass
+    and read in the backward pass.
     """
 
     array: Array
@@ -36,23 +32,14 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes at a time.
-
-    Attributes:
-        nbytes: how many.
-        uses: what they are used for.
-    """
+    """The most bytes at a time, and what they are used for."""
 
     nbytes: float
     uses: Mapping[Use, float]
 
 
 class Timeline:
-    """Lifetimes as arrays of numbers, so that peaks are found fast.
-
-    Args:
-        lifetimes: how long each array is in memory.
-    """
+    """Lifetimes as arrays of numbers, so that peaks are found fast."""
 
     def __init__(self, lifetimes: Sequence[Lifetime]) -> None:
         self.lifetimes = lifetimes
@@ -142,13 +129,8 @@ def working_in(
 ) -> float:
     """Return the most bytes at a time of what only a loop needs, or only what is around it.
 
-    Neither gradients nor gathered weights are counted.
-
-    Args:
-        timeline: how long arrays are in memory.
-        sizes: how large they are.
-        span: the first and the last moment of a loop.
-        inside: whether to look at the loop, or at what is around it.
+    Neither gradients nor gathered weights are counted. ``span`` is the first and the last moment of
+    the loop.
     """
     start, end = timeline.start, timeline.end
     within = (start >= span[0]) & (end <= span[1])
@@ -166,11 +148,8 @@ def working_in(
 def peak_of(timeline: Timeline, sizes: DeviceSizes, summed: float = 0.0) -> Peak:
     """Return the peak of a program, its arguments not included.
 
-    Args:
-        timeline: how long its arrays are in memory.
-        sizes: how large they are.
-        summed: bytes that a loss in parts adds its gradients up in; the parts' own gradients are
-            added there as they are computed (rule `SUMMED_IN_PLACE`).
+    ``summed`` are bytes that a loss in parts adds its gradients up in; the parts' own gradients are
+    added there as they are computed (rule `SUMMED_IN_PLACE`).
     """
     lifetimes, start, end = timeline.lifetimes, timeline.start, timeline.end
     if not lifetimes:
@@ -234,11 +213,7 @@ def _smallest_gap(
 ) -> float:
     """Return where an array fits best between those that live at the same time.
 
-    Args:
-        placed: where others begin and end in memory, in this order, and in time.
-        size: its bytes.
-        first: the moment it is written.
-        last: the last moment it is read.
+    ``placed`` says where others begin and end in memory, in this order, and in time.
     """
     best, room, reached = -1.0, math.inf, 0.0
     for begin, end, written, read in placed:

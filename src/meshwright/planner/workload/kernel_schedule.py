@@ -45,16 +45,9 @@ Sources = Mapping[int, tuple[Array, Array]]
 class Kernel:
     """Something that runs on the device, and what is in memory meanwhile.
 
-    Attributes:
-        operation: the operation that ends it.
-        reads: what it reads: an array, and the array whose size says how much of it.
-        writes: the arrays that it allocates.
-        reused: arrays whose memory its results take over.
-        freed: arrays that nobody reads afterwards.
-        copied: inputs that are copied for it: weights that are gathered, rows of a loop.
-        released: copies that nobody reads afterwards.
-        bodies: the kernels of a loop's body, or of branches.
-        times: how often they run.
+    With each array that it reads comes the array whose size says how much of it. Its results take
+    over the memory of ``reused`` arrays. Weights that are gathered and rows of a loop are
+    ``copied`` for it; nobody reads ``freed`` arrays and ``released`` copies afterwards.
     """
 
     operation: Operation
@@ -73,11 +66,8 @@ def schedule(
 ) -> list[Kernel]:
     """Return the kernels of a program, in order.
 
-    Args:
-        program: the program.
-        platform: the platform whose compiler schedules it.
-        rows: for the body of a loop, its inputs that are rows of larger arrays; its results are
-            written into arrays that the loop has allocated.
+    For the body of a loop, ``rows`` are its inputs that are rows of larger arrays; its results are
+    written into arrays that the loop has allocated.
     """
     return _Scheduler(program, platform, rows).kernels()
 

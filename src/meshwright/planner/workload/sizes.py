@@ -16,13 +16,7 @@ USES: tuple[Use, ...] = ("gradients", "gathered", "activations", "working")
 
 @dataclass(frozen=True)
 class LeafShares:
-    """Which part of a leaf a device has.
-
-    Attributes:
-        whole: when it is gathered over fsdp.
-        at_rest: between steps.
-        gradient: of its reduced gradient.
-    """
+    """Which part of a leaf a device has: gathered over fsdp, between steps, and of its gradient."""
 
     whole: float = 1.0
     at_rest: float = 1.0
@@ -36,14 +30,10 @@ WHOLE = LeafShares()
 class DeviceSizes:
     """The sizes of arrays on one device.
 
-    Attributes:
-        rows: samples of the device, relative to those that the program was traced for.
-        batch: the classes of samples.
-        tensor: by class, into how many parts the tensor axis shards it.
-        leaves: by number, which part of a weight the device has.
-        row_limit: by class, the most rows of arrays with that class: those computed in parts.
-        loops: whether loops run more than once, and copy the rows that they read.
-        reduced_last: whether gradients stay whole until all of them exist.
+    ``rows`` are its samples, relative to those that were traced. By class, ``tensor`` has the
+    number of parts and ``row_limit`` the most rows of what is computed in parts. Loops that run
+    more than once copy the rows that they read; with ``reduced_last``, gradients stay whole until
+    all of them exist.
     """
 
     rows: float
@@ -104,9 +94,7 @@ class DeviceSizes:
 class SizeTable:
     """Arrays grouped by what decides which part of them a device has.
 
-    Args:
-        arrays: the arrays.
-        copied: whether each is a copy of an input, and not the array itself; none is by default.
+    Those ``copied`` are copies of inputs, and not the arrays themselves.
     """
 
     def __init__(self, arrays: Sequence[Array], copied: Sequence[bool] | None = None) -> None:

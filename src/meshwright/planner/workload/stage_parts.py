@@ -20,11 +20,8 @@ from meshwright.program.jaxpr.equations import aval_of, scan_counts
 class BlockParts:
     """The repeated blocks of a scheduled program.
 
-    Attributes:
-        forward: the loop that runs them.
-        backward: the first and the last moment of the loop that computes their gradients.
-        saved: arrays of one block that its backward pass needs.
-        carried: arrays that one block passes to the next.
+    ``backward`` is the first and the last moment of the loop that computes their gradients;
+    ``saved`` are arrays of one block for its backward pass, ``carried`` those for the next block.
     """
 
     forward: Kernel
@@ -37,11 +34,8 @@ class BlockParts:
 class SlotCounts:
     """How many values a stage keeps at most, by what they are.
 
-    Attributes:
-        saved: microbatches whose saved values it keeps, for each of its chunks of blocks.
-        carried: activations and gradients that arrived from other stages.
-        cuts: microbatches whose weight gradients are still to be computed.
-        messages: activations and gradients that it sends.
+    Saved values and cuts, for weight gradients that are still to be computed, are those of
+    microbatches; carried are activations and gradients that arrived, messages those that it sends.
     """
 
     saved: int

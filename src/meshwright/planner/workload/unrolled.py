@@ -20,9 +20,7 @@ _ROWWISE = SAME - {"bitcast_convert_type", "expand_dims", "reshape", "squeeze"}
 class Unrolled:
     """A program without loops over blocks.
 
-    Attributes:
-        program: the program.
-        outputs: for each result of the program with loops, its rows, or the result itself.
+    ``outputs`` are, for each result of the program with loops, its rows or the result itself.
     """
 
     program: Operations

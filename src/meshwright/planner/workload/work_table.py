@@ -32,12 +32,8 @@ _PRODUCTS = {
 class Works:
     """What kernels do on a device, with an element for each of them.
 
-    Attributes:
-        kind: a product, a convolution, a pass of attention, a sum of rows, an iteration of a loop,
-            or memory that is moved.
-        flops: its operations.
-        nbytes: the bytes it reads and writes.
-        times: how often it runs.
+    The kind is a product, a convolution, a pass of attention, a sum of rows, an iteration of a
+    loop, or memory that is moved.
     """
 
     kind: np.ndarray
@@ -57,12 +53,7 @@ class Works:
 
 
 class WorkTable:
-    """Scheduled kernels as arrays of numbers, so that their work on any mesh is found fast.
-
-    Args:
-        kernels: the kernels, in order.
-        times: how often they run.
-    """
+    """Scheduled kernels as arrays of numbers, so that their work on any mesh is found fast."""
 
     def __init__(self, kernels: Sequence[Kernel], times: int = 1) -> None:
         rows = _Rows()
@@ -204,14 +195,7 @@ def _attention(operation: Operation, kind: str, thousandths: int) -> tuple[float
 def seconds_of(
     works: Works, chip: Chip, product_rate: float, times: KernelTimes = KERNEL_TIMES.value
 ) -> np.ndarray:
-    """Return the seconds of one run of each kernel.
-
-    Args:
-        works: what the kernels do.
-        chip: where they run.
-        product_rate: operations per second that large products reach.
-        times: the constants.
-    """
+    """Return the seconds of one run of each kernel, by the FLOP/s that large products reach."""
     memory = works.nbytes / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
     seconds = np.where(works.kind == "sum", times.row_sum, times.read_once) * memory
     for kind, share in (("product", 1.0), ("convolution", times.convolution)):
