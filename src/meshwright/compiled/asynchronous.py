@@ -22,11 +22,8 @@ _MERGED = re.compile("[:;]")
 class Scheduled:
     """A collective of a scheduled program.
 
-    Attributes:
-        collective: the collective.
-        overlapped: whether a product is computed between its start and its end; None if its end
-            was not found.
-        modules: the modules whose values it sends; several where the compiler has merged them.
+    It is overlapped if a product is computed between its start and its end; None if its end was not
+    found. Its modules are several where the compiler has merged them.
     """
 
     collective: Collective
@@ -100,11 +97,8 @@ class _Schedule:
     ) -> bool | None:
         """Whether products are computed from ``begin`` until the end of what was started.
 
-        Args:
-            computation: the computation that reads the value.
-            value: what the start returned, or the element of a loop's state that holds it.
-            begin: position of the first instruction to look at.
-            seen: values that were followed already, by computation.
+        ``value`` is what the start returned, or the element of a loop's state that holds it; those
+        ``seen`` were followed already, by computation.
         """
         key = (computation.name, value)
         for user in computation.users[value] if key not in seen else ():

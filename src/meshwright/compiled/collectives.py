@@ -49,20 +49,11 @@ _SENT = {
 class Collective:
     """One value that devices exchange.
 
-    Attributes:
-        kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
-            ``collective-permute`` (rarely ``ragged-all-to-all`` or ``collective-broadcast``).
-        axes: the mesh axes it runs over, or ``IRREGULAR``.
-        group_size: devices that take part in one exchange.
-        count: how often it runs in one run of the program, iterations of loops included; a loop
-            of unknown length counts once, and of a conditional the branch that sends most.
-        payload_bytes: size of the whole logical value: an all-gather's output, a reduce-scatter's
-            input, what one device sends in an all-to-all or a permute.
-        dtype: XLA's name of the element type.
-        module: path of the module it belongs to; empty if it belongs to none.
-        phase: a guess from the op name.
-        name: the HLO instruction.
-        op_name: where it comes from in the traced program.
+    ``axes`` may be ``IRREGULAR``. ``count`` is how often it runs in one run of the program,
+    iterations of loops included; a loop of unknown length counts once, and of a conditional the
+    branch that sends most. The payload is the whole logical value: an all-gather's output, a
+    reduce-scatter's input, what one device sends in an all-to-all or a permute. The phase is a
+    guess from the op name, which says where it comes from in the traced program.
     """
 
     kind: str

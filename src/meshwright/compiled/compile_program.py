@@ -35,10 +35,6 @@ class CompiledProgram:
     ``optimized`` is what this backend runs: it says how many launches are left after combining. On
     CPU it has no reduce-scatter, and bf16 collectives are widened to f32, so its bytes are not
     those of a GPU.
-
-    Attributes:
-        compiled: what ``lowered.compile()`` returned.
-        facts: what the compiler says about it, or said when it compiled it.
     """
 
     compiled: Any
@@ -83,11 +79,6 @@ def compile_program(
 
     With the compilation cache, what is known of a program is kept beside it. Without that, a
     program from the cache is compiled once more.
-
-    Args:
-        lowered: the lowered program.
-        compiler_options: further options of the compiler.
-        partitioned: whether the partitioned text is needed as well.
     """
     options = dict(compiler_options or {})
     if disk_cache() is None:
@@ -178,9 +169,7 @@ def quick_options(flops: float = 0.0) -> dict[str, Any]:
     """Return options with which CPUs compile a program that runs a few times; none elsewhere.
 
     They change how machine code is generated, not the partitioned program it is generated from.
-
-    Args:
-        flops: floating-point operations of all runs together; if they are many, no options.
+    There are none either if all runs together have many ``flops``.
     """
     if flops >= WORTH_POLISHING or jax.default_backend() != "cpu":
         return {}

@@ -175,10 +175,8 @@ _DEFINITION = re.compile(r"^#loc.*\n?", re.MULTILINE)
 class ProgramFacts:
     """What is read from a compiled program; None for what the compiler was not asked for.
 
-    Attributes:
-        partitioned: the text after the partitioner; empty if the compiler does not write it.
-        optimized: the text of what the backend runs; empty if the backend has none.
-        memory: memory per device; None also if the backend does not report it.
+    Texts are empty if the compiler does not write them; the memory is None also if the backend does
+    not report it.
     """
 
     partitioned: str | None

@@ -23,13 +23,9 @@ CALL_ROLES = ("body", "condition", *_CALLS, *_BRANCHES)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The type of one value: an array, or a tuple of shapes.
+    """The type of one value: an array, or a tuple of shapes, whose dtype is ``tuple``.
 
-    Attributes:
-        dtype: XLA's name (``f32``, ``bf16``, ``s32``, ``pred``, ``token``), or ``tuple``.
-        dims: sizes of the array's dims; a bounded dynamic dim counts as its bound.
-        layout: the text in braces after the dims, if any.
-        elements: the shapes in a tuple.
+    A bounded dynamic dim counts as its bound; the layout is the text in braces after the dims.
     """
 
     dtype: str
@@ -54,16 +50,9 @@ class Shape:
 class Instruction:
     """One line of a computation.
 
-    Attributes:
-        name: the name without its percent sign.
-        opcode: what it does, such as ``all-gather-start``.
-        shape: what it returns.
-        operands: names of the values it reads; empty for parameters and constants.
-        literal: the text in the parentheses of a parameter or a constant.
-        attributes: everything after the operands, as text by name.
-        called: the computations it refers to, by role (``body``, ``to_apply``, ``calls``, …).
-        op_name: where it comes from in the traced program: ``jit(f)/jvp(~mlp)/dot_general``.
-        is_root: whether its value is the value of the computation.
+    ``literal`` is the text in the parentheses of a parameter or a constant, which have no operands;
+    ``called`` are the computations it refers to, by role (``body``, ``to_apply``, …); ``op_name``
+    says where it comes from in the traced program: ``jit(f)/jvp(~mlp)/dot_general``.
     """
 
     name: str

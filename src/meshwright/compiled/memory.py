@@ -21,11 +21,8 @@ from meshwright.text.units import human_bytes
 class MemoryUse:
     """Bytes per device, by what they are used for.
 
-    Attributes:
-        argument: the inputs' shards (state and batch).
-        output: the outputs' shards.
-        alias: outputs that reuse the memory of a donated input; counted in both of the above.
-        temp: everything else, such as activations and gathered weights.
+    ``alias`` are outputs that reuse the memory of a donated input, counted in both; ``temp`` is
+    everything else, such as activations and gathered weights.
     """
 
     argument: int
@@ -74,13 +71,9 @@ _NO_BUFFER = {
 
 @dataclass(frozen=True, order=True)
 class LargeBuffer:
-    """A kind of value that a program keeps in memory.
+    """A kind of value that a program keeps in memory; some of them may share it.
 
-    Attributes:
-        bytes: the size of each.
-        count: how many values of this kind the program computes; some may share memory.
-        module: the module that computes it, blocks of a list as ``*``; empty outside modules.
-        shape: its type and dims, such as ``f32[8,1024,50304]``.
+    The module has blocks of a list as ``*``, and is empty outside modules.
     """
 
     bytes: int
@@ -148,12 +141,8 @@ _FACTORS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class Shortage:
     """What a device could not allocate.
 
-    Attributes:
-        asked: bytes of the allocation that failed, or of the program that is too large; None if
-            the message does not say.
-        limit: bytes that the device has, if the message says so.
-        device: the local number of the device, if the message says so.
-        text: the first line of JAX's message.
+    ``asked`` are bytes of the allocation that failed, or of the program that is too large. Bytes
+    and the local number of the device are None if JAX's message does not say them.
     """
 
     asked: int | None
@@ -220,11 +209,7 @@ def explain_shortage(
 ) -> OutOfMemory:
     """Return the error for a device that is out of memory.
 
-    Args:
-        shortage: what could not be allocated.
-        doing: what was being done, such as ``compiling the step``.
-        lines: what is known of the program's memory.
-        fix: what would need less.
+    ``doing`` is what was being done, ``lines`` say what is known of the program's memory.
     """
     what = f"{shortage.sentence} while {doing}"
     return OutOfMemory(what, why="\n".join([*lines, f"JAX says: {shortage.text}"]), fix=fix)

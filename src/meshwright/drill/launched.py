@@ -29,12 +29,7 @@ _ENDED = "ZX"
 
 @dataclass(frozen=True)
 class Line:
-    """A line that was printed.
-
-    Attributes:
-        time: when, in seconds since 1970.
-        text: the line.
-    """
+    """A line that was printed, and when, in seconds since 1970."""
 
     time: float
     text: str
@@ -42,14 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch that has ended.
-
-    Attributes:
-        code: its exit code, as a shell reports it.
-        lines: what it and its processes printed.
-        ended: when it ended, in seconds since 1970.
-        notes: the folder with the notes of its processes.
-    """
+    """A launch that has ended, when, and what was printed; its processes left notes in a folder."""
 
     code: int
     lines: Sequence[Line]
@@ -145,15 +133,7 @@ class Launched:
 def launch(
     words: Sequence[str], environ: Mapping[str, str], log: Path, notes: Path, seconds: float
 ) -> Launched:
-    """Run ``meshwright launch`` with some words until it ends.
-
-    Args:
-        words: what follows ``launch``.
-        environ: environment variables besides those of this process.
-        log: a file for everything that is printed.
-        notes: the folder for the notes of the processes.
-        seconds: the time after which it is killed and has failed.
-    """
+    """Run ``meshwright launch`` with some words until it ends, or is killed after some seconds."""
     lines: list[Line] = []
     # The launcher ends with this process, also if that is killed, and its processes with it.
     with guarded_group(Path(tempfile.mkdtemp(prefix="meshwright-drill-group-"))) as group:

@@ -26,16 +26,10 @@ INJECTED, LAUNCHED, BATCH = "injected", "process", "batch"
 
 @dataclass(frozen=True)
 class Instructions:
-    """What a drill instructs a process to do.
+    """What a drill instructs a process to do; an empty fault is none.
 
-    Attributes:
-        fault: the fault to inject; empty for none.
-        notes: the folder for notes.
-        run_dir: the run folder.
-        step: the step at which to inject it.
-        every: steps between two checkpoints.
-        save_seconds: how long a save took without a fault.
-        limit_bytes: how large files may become on a disk that is full.
+    A save took ``save_seconds`` without a fault; on a disk that is full, files may have
+    ``limit_bytes``.
     """
 
     fault: str
@@ -69,11 +63,7 @@ def read_notes(folder: Path, kind: str) -> list[dict[str, Any]]:
 class DrilledProcess:
     """A process of a drilled run, before it starts to train.
 
-    Attributes:
-        instructions: what the drill instructs it to do.
-        rank: the number of the process.
-        nprocs: the number of processes.
-        attempt: how often the launcher has started it before.
+    ``attempt`` is how often the launcher has started it before.
     """
 
     instructions: Instructions

@@ -27,14 +27,7 @@ FAULTS: dict[str, Fault] = {
 
 @dataclass(frozen=True)
 class FaultResult:
-    """The result of one fault.
-
-    Attributes:
-        fault: its name.
-        happened: what happened, or why the fault does not apply.
-        verdict: whether the run recovered as expected.
-        seconds: how long it took.
-    """
+    """What happened after a fault, or why it does not apply, and if that was as expected."""
 
     fault: str
     happened: str
@@ -44,15 +37,7 @@ class FaultResult:
 
 @dataclass(frozen=True)
 class DrillReport:
-    """The results of a drill.
-
-    Attributes:
-        mesh: the size of each axis of the mesh.
-        processes: the number of processes.
-        steps: steps of each run.
-        rows: the result of each fault.
-        seconds: how long all of it took.
-    """
+    """The results of a drill."""
 
     mesh: dict[str, int]
     processes: int
@@ -79,15 +64,7 @@ def run_drill(
 ) -> DrillReport:
     """Run the configuration without a fault, then inject each of the faults into a new run.
 
-    Args:
-        configuration: what to run.
-        faults: what to inject.
-        folder: an empty folder, for a folder of each fault.
-        show_progress: takes how far the drill is, as text.
-        show_result: takes each result when it is known.
-
-    Raises:
-        UserError: the configuration fails without any fault.
+    A configuration that fails without any fault is an error. Each fault has a folder of its own.
     """
     started = time.monotonic()
     show_progress("without a fault")

@@ -23,11 +23,7 @@ class NotSurvived(Exception):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a drilled run.
-
-    Attributes:
-        path: the folder.
-    """
+    """The folder of a drilled run."""
 
     path: Path
 

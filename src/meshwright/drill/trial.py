@@ -46,12 +46,7 @@ _RESTART = r"restart 1 of 3 in \d+ s, from the (?:checkpoint of step (\d+)|begin
 class Configuration:
     """The run that is drilled.
 
-    Attributes:
-        words: what the user wrote: settings, and flags that say which config they change.
-        nprocs: the number of processes.
-        devices: devices of each process; None leaves them to the machine.
-        steps: steps of a run.
-        cache: the folder of compiled programs; None for none.
+    ``words`` are what the user wrote: settings, and flags that say which config they change.
     """
 
     words: tuple[str, ...]
@@ -95,13 +90,8 @@ class Configuration:
 class Trial:
     """One fault, injected into a copy of the run.
 
-    Attributes:
-        configuration: the run.
-        folder: a folder for everything that the fault needs and leaves.
-        fault: the name of the fault.
-        baseline: the run without a fault; None while that is running.
-        seconds: how long that took.
-        batch_dtypes: the dtypes of its batches.
+    The baseline is the run without a fault, None while that is running; ``seconds`` and
+    ``batch_dtypes`` are of it. The folder is for everything that the fault needs and leaves.
     """
 
     configuration: Configuration
@@ -148,12 +138,8 @@ class Trial:
     ) -> Launched:
         """Launch the run, wait for its end, and check what holds after every end.
 
-        Args:
-            flags: further flags of `launch`.
-            inject: whether to inject the fault.
-            settings: settings that differ from those of the configuration.
-            run_dir: its run folder, instead of that of the trial.
-            layout: flags with other numbers of processes and devices.
+        Flags and settings are further ones; ``layout`` has flags with other numbers of processes
+        and devices.
         """
         own = self.configuration
         run_dir = self.run.path if run_dir is None else run_dir
@@ -187,10 +173,8 @@ class Trial:
     def restarted(self, pattern: str, *flags: str, within: float = STOP_SECONDS) -> str:
         """Inject a fault after which all processes must start again by themselves.
 
-        Args:
-            pattern: how the launcher names the process, the step and the cause.
-            flags: further flags of `launch`.
-            within: seconds in which it has to notice.
+        ``pattern`` is how the launcher names the process, the step and the cause, ``within`` some
+        seconds.
         """
         launched = self.train("--restarts=3", *flags, inject=True)
         launched.check_code(0)
@@ -242,14 +226,9 @@ def several_processes(trial: Trial) -> str:
 class Fault:
     """A fault of a drill; `fault_makers` has how it is made.
 
-    Attributes:
-        name: what ``--only`` calls it.
-        what: what happens.
-        expected: how the run has to recover.
-        check: injects it, checks the outcome (`NotSurvived` if it is another one), and returns
-            what was found.
-        why_not: why the fault does not apply to a configuration; empty if it does.
-        starts: how often processes are started, to estimate the time.
+    ``check`` injects it, checks the outcome (`NotSurvived` if it is another one than expected), and
+    returns what was found; ``why_not`` says why it does not apply to a configuration; ``starts`` is
+    how often processes are started, to estimate the time.
     """
 
     name: str

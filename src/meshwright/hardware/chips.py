@@ -45,13 +45,7 @@ class BatchSizeRecommendation:
 class Cores:
     """The processors of an NVIDIA GPU: what the compiler must know to compile for it elsewhere.
 
-    Attributes:
-        capability: the compute capability, such as ``9.0``.
-        count: multiprocessors.
-        threads: the most threads that a multiprocessor runs at a time.
-        shared_kib: memory that the threads of a multiprocessor share, KiB.
-        clock_ghz: the highest clock, GHz.
-        l2_mib: second-level cache, MiB.
+    docs/hardware.md says what each figure is.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -66,39 +60,10 @@ class Cores:
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One kind of chip; figures are for the whole chip, units as in ``hardware.yaml``.
+    """One kind of chip; figures are for the whole chip, as ``docs/hardware.md`` explains them.
 
-    Attributes:
-        name: its usual name, such as ``A100-40GB``.
-        family: the name shared by its memory variants, such as ``a100``.
-        platform: the JAX platform it belongs to.
-        aliases: other accepted spellings.
-        device_kinds: what JAX reports as ``device_kind``.
-        devices_per_chip: JAX devices per chip.
-        peak_tflops: dense matrix products at ``peak_dtype``, 1e12 FLOP/s.
-        peak_dtype: the 16-bit (on CPU 32-bit) type of that peak.
-        float32_share: rate of float32 products relative to the peak.
-        bfloat16_share: rate of bfloat16 products relative to the peak.
-        float16_share: rate of float16 products relative to the peak.
-        product_share: share of the peak that large products reach.
-        product_half_size: length of a dim at which a product runs at half of that.
-        hbm_gb: memory, 1e9 bytes.
-        memory_share: share of the memory that JAX lets programs use.
-        hbm_tb_per_s: memory bandwidth, 1e12 bytes/s.
-        hbm_share: share of the memory bandwidth that programs reach.
-        launch_us: time to start an operation, µs.
-        links_per_chip: fast links of the chip.
-        link_gb_per_s: one of those links in one direction, 1e9 bytes/s.
-        topology: how fast links connect chips.
-        fast_domain_chips: the most chips that fast links connect; None if there is no limit.
-        inter_node_gb_per_s: network per chip in one direction; None if it is not published.
-        link_share: share of the bandwidth of links and network that collectives reach.
-        intra_node_latency_us: time of a message over a fast link, besides its bytes, µs.
-        inter_node_latency_us: the same over the network.
-        usd_per_hour: price of the chip; None if it is not given.
-        cores: its processors; None if they are not known.
-        batch_sizes: recommended batch sizes.
-        source: where the figures come from: ``table``, a file, or a measurement.
+    The memory variants of a chip share a family, such as ``a100``. ``source`` says where the
+    figures come from: ``table``, a file, or a measurement.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -202,13 +167,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A number of equal devices over a number of nodes (domains of fast links).
-
-    Attributes:
-        chip: their chip.
-        count: JAX devices in all nodes together.
-        nodes: number of groups connected by fast links.
-    """
+    """A number of equal JAX devices in all nodes (domains of fast links) together."""
 
     chip: Chip
     count: int

@@ -89,14 +89,7 @@ def merge_chips(known: Mapping[str, Row], own: Mapping[str, Row], path: Path) ->
 
 
 def checked_row(kind: type[Record], row: Row, where: str, source: str) -> Record:
-    """Return an entry as a record, or say which keys are wrong.
-
-    Args:
-        kind: the dataclass of the record.
-        row: the entry.
-        where: what the entry is, such as ``chips.H100``.
-        source: the file it is in.
-    """
+    """Return an entry, such as ``where="chips.H100"``, as a record, or say which keys are wrong."""
     # YAML has lists, records have tuples; true would be read as 1.
     plain = {str(k): tuple(value) if isinstance(value, list) else value for k, value in row.items()}
     wrong = [key for key, value in plain.items() if isinstance(value, bool)]

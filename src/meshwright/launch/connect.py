@@ -22,12 +22,8 @@ def connect_processes(
 ) -> None:
     """Connect this process to the others, as the environment says, before JAX starts.
 
-    A single process is not connected. Devices are simulated if asked for.
-
-    Args:
-        simulate: virtual CPU devices of all processes together.
-        environ: environment variables with the rank and the address of process 0; `os.environ` by
-            default.
+    A single process is not connected. Devices are simulated if asked for, so many in all processes
+    together.
     """
     environ = os.environ if environ is None else environ
     settings = DistributedConfig.from_environment(environ)
@@ -51,12 +47,7 @@ def connect_processes(
 
 
 def join_processes(config: DistributedConfig, environ: Mapping[str, str]) -> None:
-    """Connect this process to the others that the environment describes.
-
-    Args:
-        config: the processes, read from the environment.
-        environ: the environment variables.
-    """
+    """Connect this process to the others that the environment describes."""
     host = config.master_addr
     if config.num_nodes > 1 and "master_addr" not in read_environment(environ):
         raise UserError(

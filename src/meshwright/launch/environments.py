@@ -30,13 +30,8 @@ def environments(
 ) -> list[dict[str, str]]:
     """Return the environment of each process of this machine, in the order of their ranks.
 
-    Args:
-        launch: what to launch.
-        environ: the environment of the launcher.
-        root: the file system with the device files.
-        run: the run that the launch belongs to; found from the other arguments by default.
-        places: the places of this machine, each with devices of its own, that are used; all by
-            default.
+    The run is found from the other arguments by default, and all places of this machine, each with
+    devices of its own, are used. ``root`` is the file system with the device files.
     """
     places = range(launch.nprocs) if places is None else places
     run = find_run(launch, environ) if run is None else run

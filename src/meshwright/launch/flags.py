@@ -29,12 +29,8 @@ Reader = Callable[[str, str], Any]
 class LaunchFlag:
     """A flag of ``launch``, which sets the field of `LaunchOptions` that is called like it.
 
-    Attributes:
-        help: its help text.
-        value: the placeholder of its value; empty for a switch.
-        read: reads its value.
-        needs: the flags of which it needs one: those that submit a job.
-        is_local: whether it is about processes that are started here and now.
+    A switch has no value. Some flags need one of those that submit a job; others are about
+    processes that are started here and now (``is_local``).
     """
 
     help: str

@@ -24,11 +24,7 @@ Manifest = dict[str, Any]
 
 
 def manifests(launch: LaunchOptions) -> list[Manifest]:
-    """Return the objects to create, in this order.
-
-    Args:
-        launch: the pods (its nodes), the processes in each, and what they run.
-    """
+    """Return the objects to create, in this order; nodes of the launch are pods."""
     first_pod = f"{_job_name(launch)}-0"
     last_pod = f"{_job_name(launch)}-{(launch.nodes or 1) - 1}"
     if len(last_pod) > _LONGEST_HOSTNAME:

@@ -27,14 +27,7 @@ class MergedOutput:
     line: a line ``error: …`` and the indented lines after it. Messages of Gloo about connections
     are left out, and those of JAX about lost peers become one line. What a process prints once it
     has lost another is kept until `release`, so that the error of the process that is gone comes
-    first.
-
-    Args:
-        target: where the lines go.
-        report_of: returns what a process has reported.
-
-    Attributes:
-        silent: the processes that gave no sign of life any more, as the others say.
+    first. Processes that gave no sign of life any more, as the others say, are ``silent``.
     """
 
     def __init__(

@@ -32,36 +32,11 @@ class ClusterKind(Enum):
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What to launch, and how a job of a cluster is submitted.
+    """What to launch, and how a job of a cluster is submitted; `FLAGS` explain the fields.
 
-    Attributes:
-        program: a Meshwright command, a Python script or ``-m module``, with arguments.
-        nprocs: number of processes on this machine.
-        devices_per_process: devices of each process; None leaves them to the machine or program.
-        grace: seconds that processes may take to exit on their own; None for the defaults.
-        nodes: number of machines; None if it was not given.
-        node_rank: the number of this machine; None if it was not given.
-        coordinator: ``host:port`` of process 0; empty if it was not given.
-        join_timeout: seconds that processes wait for each other; None for the default.
-        lost_timeout: seconds after which a silent machine counts as lost; None for the default.
-        restarts: how often all processes are restarted after a failure; preemptions of a job do not
-            count.
-        hang_timeout: seconds that a step may make no progress; None for the default.
-        min_procs: the fewest processes to continue with; None if all are needed.
-        min_nodes: the fewest machines to continue with; None if all are needed.
-        cluster: what is submitted to a cluster; None to start processes on this machine.
-        dry_run: whether to print the job only.
-        name: the name of the job.
-        gpus_per_node: GPUs of each machine or pod; None leaves them out.
-        save_seconds: how long before its end a job is asked to save.
-        time: SLURM's time limit.
-        partition: SLURM's partition.
-        account: SLURM's account.
-        sbatch: further options of sbatch.
-        image: the container image.
-        claim: the volume claim for the run folder.
-        namespace: the namespace of the Kubernetes objects.
-        queue: Kueue's local queue.
+    The program is a Meshwright command, a Python script or ``-m module``, with arguments. None
+    stands for defaults, and for what was not given; without a cluster, processes start on this
+    machine.
     """
 
     program: tuple[str, ...]

@@ -41,12 +41,7 @@ CHECKPOINTS = "checkpoints"
 class Attempts:
     """Runs a launch until it succeeds, or another attempt is of no use.
 
-    Attributes:
-        options: what to launch.
-        environ: the environment of the launcher.
-        stderr: where the lines of all processes go.
-        team: decides which processes take part.
-        say: prints a line of the launcher.
+    The team decides which processes take part.
     """
 
     options: LaunchOptions

@@ -98,10 +98,7 @@ _PORT = 'export MASTER_PORT="$((SLURM_JOB_ID % 4096 + 61440))"'
 def sbatch_script(launch: LaunchOptions, folder: Path, cwd: Path) -> str:
     """Return the sbatch script of a launch.
 
-    Args:
-        launch: the processes, and what each of them runs.
-        folder: the run folder, the same after each requeue.
-        cwd: the working directory of the job, where its log is written.
+    The run folder stays the same after each requeue; the log is written to the working directory.
     """
     join = "" if launch.join_timeout is None else f"export {JOIN_TIMEOUT}={launch.join_timeout:g}\n"
     others = sorted(name for name in process_variables() if not name.startswith("SLURM_"))

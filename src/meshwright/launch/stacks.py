@@ -23,10 +23,7 @@ def dump_stacks(
 ) -> dict[int, str]:
     """Ask processes for their stacks and return where each is, in a line.
 
-    Args:
-        files: the heartbeat file of each process; one without a file does not know the signal.
-        pids: the processes that run, by number.
-        send: sends a signal to the process with a number.
+    A process without a heartbeat file does not know the signal that ``send`` sends.
     """
     asked = [rank for rank in pids if files[rank].exists() and not is_stopped(pids[rank])]
     for rank in asked:

@@ -41,15 +41,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class Outcome:
     """How one attempt ended.
 
-    Attributes:
-        code: the exit code: 0, that of the first failure, or 128 + n for signal n.
-        asked: whether a signal to the launcher ended it.
-        text: which process failed, at which step and why; empty without a failure.
-        run_dir: the run folder; None if no process named one.
-        watch: what the heartbeats said.
-        rank: the process that failed or hung; None without one, or if that was because another
-            one is gone.
-        fits: by number of processes, whether the run can continue with that many; empty if unknown.
+    The exit code is 0, that of the first failure, or 128 + n for signal n; ``asked`` if a signal to
+    the launcher ended it. The text says which process failed, at which step and why; ``rank`` is
+    None also if that was because another one is gone. ``fits`` says, by number of processes,
+    whether the run can continue with that many; empty if unknown.
     """
 
     code: int
@@ -92,13 +87,7 @@ class Requests:
 class Supervisor:
     """Runs one command in several processes until the last one has ended.
 
-    Args:
-        command: what each process runs.
-        stderr: where the lines of all processes go.
-        requests: the signals to the launcher.
-        grace_seconds: how long processes may take to exit; None for the defaults.
-        hang_seconds: how long a step may make no progress; None for the default.
-        remedy: what is done about a failure, or can be.
+    ``remedy`` is what is done about a failure, or can be.
     """
 
     def __init__(

@@ -31,11 +31,8 @@ failure may have been an accident."""
 class NextAttempt:
     """What the end of an attempt means for the next one.
 
-    Attributes:
-        text: what to print.
-        ends: whether there is no next one here.
-        code: the exit code if so; None for that of the attempt.
-        is_fresh: whether earlier attempts say nothing about the next one.
+    If there is none here, the exit code is None for that of the attempt. If it ``is_fresh``,
+    earlier attempts say nothing about it.
     """
 
     text: str
@@ -46,13 +43,7 @@ class NextAttempt:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Who takes part in an attempt.
-
-    Attributes:
-        run: the run, with all its processes.
-        places: the places of this machine that are used.
-        text: what has changed since the attempt before; empty for nothing.
-    """
+    """The run of an attempt, the places of this machine that are used, and what has changed."""
 
     run: WholeRun
     places: Sequence[int]
@@ -61,13 +52,7 @@ class Gathered:
 
 @dataclass
 class Team:
-    """The members of a run, processes or machines, of which some may not come back.
-
-    Attributes:
-        options: what to launch.
-        environ: the environment of the launcher.
-        first: the run of the first attempt, with all members.
-    """
+    """The members of a run, processes or machines, of which some may not come back."""
 
     noun: ClassVar[str]
 
@@ -199,9 +184,6 @@ class MachinesLeft(Team):
 
     Before each attempt the launchers meet at the address of process 0, which then listens there
     itself. Machine 0 decides who takes part.
-
-    Attributes:
-        notify: prints a line.
     """
 
     noun = "machine"

@@ -39,16 +39,7 @@ LONGEST_WINDOW = 3600.0
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow process.
-
-    Attributes:
-        rank: its number.
-        what: what takes it long: its own work, or waiting for its input.
-        seconds: its seconds per step for that.
-        others: the median of the others.
-        step_seconds: seconds of a whole step.
-        steps: steps of the window.
-    """
+    """A slow process: what takes it long, for how many seconds per step, and the others' median."""
 
     rank: int
     what: str
@@ -123,13 +114,7 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Stuck:
-    """Processes that make no progress.
-
-    Attributes:
-        ranks: their numbers; several if they stand at the same point.
-        cause: why they are known to hang.
-        step: the step they are at; None before training.
-    """
+    """Processes that make no progress, several if they stand at the same point, and the cause."""
 
     ranks: tuple[int, ...]
     cause: str
@@ -145,14 +130,10 @@ class Stuck:
 
 @dataclass
 class _Seen:
-    """What has been seen of a process.
+    """What has been seen of a process: its last beat, and seconds for which nothing has changed.
 
-    Attributes:
-        beat: the last beat.
-        idle: seconds without a new one.
-        stopped: seconds for which it has been stopped by a signal.
-        held: seconds for which one of its threads has held the interpreter's lock.
-        step_seconds: how long its last steps took.
+    Those are: without a new beat, stopped by a signal, and with one thread holding the
+    interpreter's lock.
     """
 
     beat: Beat | None = None
@@ -166,11 +147,8 @@ class Watch:
     """Reads the heartbeats of processes.
 
     Times are added up look by look, and a look counts for one second at most: while the whole
-    machine or the launcher itself was suspended, no process was stuck.
-
-    Args:
-        files: the heartbeat file of each process, by its number.
-        hang_seconds: the shortest hang in a step; 0 for no limit.
+    machine or the launcher itself was suspended, no process was stuck. Hangs shorter than
+    ``hang_seconds`` do not count; 0 is for no limit.
     """
 
     def __init__(self, files: Mapping[int, Path], hang_seconds: float = HANG_SECONDS) -> None:
@@ -181,12 +159,7 @@ class Watch:
         self.stragglers = Stragglers()
 
     def look(self, pids: Mapping[int, int], *, force: bool = False) -> Stuck | None:
-        """Read all heartbeats if it is time to; return who is stuck.
-
-        Args:
-            pids: the processes that run, by number.
-            force: read them now.
-        """
+        """Read all heartbeats if it is time to, or forced; return who of those running is stuck."""
         now = time.monotonic()
         if not force and now - self._last < LOOK_SECONDS:
             return None

@@ -31,12 +31,7 @@ _STARTED = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class WholeRun:
     """The run that a launch belongs to.
 
-    Attributes:
-        address: the host of process 0.
-        port: the port on which process 0 listens.
-        first_rank: the number of the first process that the launch starts.
-        world_size: the processes on all machines together.
-        is_shared: whether the environment describes the run, and other machines may take part.
+    It ``is_shared`` if the environment describes it, and other machines may take part.
     """
 
     address: str

@@ -18,12 +18,7 @@ _MOVES = frozenset({"all-to-all", "ragged-all-to-all", "collective-permute"})
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a collective is sent.
-
-    Attributes:
-        text: the reason.
-        of_weight: whether it exchanges a weight or its gradient, which the minimum counts once.
-    """
+    """Why a collective is sent; the minimum counts what is of a weight or its gradient once."""
 
     text: str
     of_weight: bool = False
@@ -118,15 +113,10 @@ def _exchange(collective: Collective) -> Reason:
 def explain(
     sent: Sequence[tuple[Reason | None, float]], needed: float, negligible: float
 ) -> dict[str, float]:
-    """Divide what a module sends beyond what it needs among the reasons of its collectives.
+    """Return what a module sends beyond what it needs, by reason, the largest first.
 
-    Args:
-        sent: the reason and the bytes of each collective.
-        needed: bytes that the module needs to send.
-        negligible: bytes up to which nothing is explained.
-
-    Returns:
-        bytes by reason, largest first.
+    ``sent`` has the reason and the bytes of each collective; up to ``negligible`` bytes, nothing is
+    explained.
     """
     excess = sum(size for _, size in sent) - needed
     if excess <= negligible:

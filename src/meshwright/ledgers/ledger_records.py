@@ -22,17 +22,7 @@ _FORMER_FIELDS = ("explained_bytes", "planned")
 
 
 class Line(Frozen):
-    """Collectives of one kind, axis and module.
-
-    Attributes:
-        axes: mesh axes they run over.
-        kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
-        module: the module they belong to.
-        phase: forward, backward or update.
-        count: collectives per step.
-        payload_bytes: bytes of the exchanged arrays, per step.
-        sent_bytes: bytes each device sends, per step.
-    """
+    """Collectives of one kind, axis and module, with what they exchange and send per step."""
 
     axes: list[str]
     kind: str
@@ -55,12 +45,7 @@ class _Record(Frozen):
 
 
 class Explanation(_Record):
-    """Why a module sends more than the minimum.
-
-    Attributes:
-        sent_bytes: bytes each device sends per step for this reason.
-        reason: the reason.
-    """
+    """Why a module sends more than the minimum, and how many bytes each device sends for that."""
 
     sent_bytes: int
     reason: str

@@ -124,12 +124,7 @@ def read_ledger(
 
 @dataclass
 class _Traffic:
-    """What a module sends over an axis by one family of collectives.
-
-    Attributes:
-        sent: the reason and the bytes of each collective.
-        least: bytes that the plan needs to send.
-    """
+    """What a module sends over an axis by one family of collectives, and what the plan needs."""
 
     sent: list[tuple[Reason | None, float]] = field(default_factory=list)
     least: float = 0.0

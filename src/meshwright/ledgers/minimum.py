@@ -29,13 +29,7 @@ from meshwright.step.assemble import Assembled
 class Needed(NamedTuple):
     """Collectives of one kind that a plan needs.
 
-    Attributes:
-        axis: the mesh axis.
-        kind: such as all-gather.
-        nbytes: bytes of the whole array that is exchanged.
-        times: how often per step.
-        devices: devices along the axis.
-        module: the module they belong to; empty if they belong to none.
+    ``nbytes`` are those of the whole array that is exchanged, ``times`` how often per step.
     """
 
     axis: str
@@ -54,11 +48,8 @@ class Needed(NamedTuple):
 class Stage(NamedTuple):
     """What one pipeline stage runs and sends per step.
 
-    Attributes:
-        blocks: the share of the blocks that it has.
-        embedding: how often it runs the embedding.
-        head: how often it runs the head.
-        messages: bytes and number of the messages to the stages next to it.
+    ``blocks`` is its share of them, ``messages`` are bytes and number of those to the stages next
+    to it.
     """
 
     blocks: float
@@ -80,13 +71,7 @@ def stage_needs(stage: Stage, plan: Plan) -> Iterator[Needed]:
 
 
 def weight_needs(weight: PlacedWeight, plan: Plan, stage: Stage | None = None) -> Iterator[Needed]:
-    """Yield how a weight is gathered and its gradient reduced.
-
-    Args:
-        weight: the weight.
-        plan: the plan.
-        stage: the pipeline stage that sends; None without stages.
-    """
+    """Yield how a weight is gathered and its gradient reduced; by one stage if there are stages."""
     if stage is not None and weight.parts != ("blocks",):
         yield from _outside_of_stages(weight, plan, stage)
         return
@@ -154,11 +139,7 @@ def event_needs(
 ) -> Iterator[Needed]:
     """Yield what tensor parallelism sends.
 
-    Args:
-        events: what each operation sends.
-        plan: the plan.
-        scale: a device's samples of a microbatch, relative to those traced.
-        stage: the pipeline stage that sends; None without stages.
+    ``scale`` is a device's samples of a microbatch, relative to those traced.
     """
     steps, size = plan.batch.gradient_accumulation_steps, plan.size("tensor")
     for event in events:
@@ -171,12 +152,7 @@ def event_needs(
 
 
 def needed_by_stage(assembled: Assembled, counts: OpCounts | None) -> list[list[Needed]]:
-    """Return what each pipeline stage needs to send per step; one list without stages.
-
-    Args:
-        assembled: the step.
-        counts: how often each stage runs which operation; None without stages.
-    """
+    """Return what each pipeline stage needs to send per step; one list without stages."""
     plan, decision, pipeline = assembled.plan, assembled.decision, assembled.step.pipeline
     cut = None if pipeline is None else pipeline.cut
     traced = assembled.traced if cut is None else cut.traced

@@ -26,13 +26,7 @@ Times = Callable[[Collective, int], int]
 
 @dataclass(frozen=True)
 class Overlaps:
-    """The collectives of the program that runs.
-
-    Attributes:
-        scheduled: the collectives.
-        times: returns how often a pipeline stage runs one of them.
-        unknown: why it is not known what overlaps; empty if it is.
-    """
+    """The collectives of the program that runs, or why it is not known what overlaps."""
 
     scheduled: Sequence[Scheduled]
     times: Times
@@ -78,14 +72,7 @@ class Overlaps:
 def read_overlaps(
     program: CompiledProgram, mesh: dict[str, int], platform: str, times: Times
 ) -> Overlaps:
-    """Read from a compiled program which collectives overlap with products.
-
-    Args:
-        program: the program.
-        mesh: axis sizes.
-        platform: what it was compiled for.
-        times: returns how often a pipeline stage runs a collective.
-    """
+    """Read from a compiled program which collectives overlap with products."""
     if all(size == 1 for size in mesh.values()):
         return Overlaps([], times)
     if platform == "cpu":

@@ -34,17 +34,12 @@ _KEEPS_SUMS = frozenset({"add", "add_any", "sub", "neg"}) | REARRANGES
 class PlacedWeight(NamedTuple):
     """A weight, and how a plan places it.
 
-    Attributes:
-        nbytes: its bytes on a device once it is gathered: sharded over the tensor axis alone.
-        parts: the parts of the model that read it; empty if that is not known.
-        trained: whether it has a gradient.
-        on_fsdp: whether the fsdp axis shards it, or its optimizer state.
-        on_pipe: whether stages shard it that do not own it.
-        regathered: whether only blocks read it, which may gather it again for their backward pass.
-        in_backward: whether the backward pass reads its value.
-        module: the module it belongs to.
-        reduced: the share of its gradient that is reduced over samples. Less than 1 if the gradient
-            of a smaller value is: of the product of several weights.
+    ``nbytes`` are those on a device once it is gathered: sharded over the tensor axis alone.
+    ``parts`` of the model read it; empty if that is not known. The fsdp axis shards it, or its
+    optimizer state; stages shard it that do not own it. Blocks may gather it again for their
+    backward pass, if only they read it. ``reduced`` is the share of its gradient that is reduced
+    over samples, less than 1 if the gradient of a smaller value is: of the product of several
+    weights.
     """
 
     nbytes: float
@@ -61,13 +56,9 @@ class PlacedWeight(NamedTuple):
 class PlacedEvent(NamedTuple):
     """What an operation sends over the tensor axis.
 
-    Attributes:
-        kind: the kind of collective.
-        nbytes: bytes of the array, each time, for all samples that were traced.
-        times: how often the operation runs for a microbatch.
-        weight: bytes of the weight that can be gathered instead; 0 if none can.
-        part: the part of the model it belongs to; None if no stage runs it, or without stages.
-        module: its module.
+    ``nbytes`` are those of the array, each time, for all samples that were traced; ``weight`` those
+    of the weight that can be gathered instead, 0 if none can. The part of the model is None if no
+    stage runs it, or without stages.
     """
 
     kind: str
@@ -81,11 +72,9 @@ class PlacedEvent(NamedTuple):
 class WeightReads(NamedTuple):
     """How a program reads its weights, by number of the step leaf.
 
-    Attributes:
-        outside: those read outside of blocks, which stay gathered.
-        in_backward: those whose values the backward pass reads.
-        reduced: of those read together, the share of their gradients that is reduced.
-        unread: those that nothing reads: they are not gathered, and have no gradient.
+    What is read ``outside`` of blocks stays gathered; ``unread`` weights are not gathered, and have
+    no gradient. Of those read together, ``reduced`` is the share of their gradients that is
+    reduced.
     """
 
     outside: frozenset[int]
@@ -136,15 +125,7 @@ def place_weights(
     reads: WeightReads,
     cut: BlockCut | None = None,
 ) -> Iterator[PlacedWeight]:
-    """Yield the weights of a step.
-
-    Args:
-        steps: the leaves of the step.
-        placements: where each is placed, sharded as far as the mesh does.
-        plan: the plan.
-        reads: how the program reads them.
-        cut: the program cut at its blocks; None without stages.
-    """
+    """Yield the weights of a step; ``cut`` is the program cut at its blocks, for stages."""
     of_part = {} if cut is None else _parts(cut)
     for number, (step, placement) in enumerate(zip(steps, placements, strict=True)):
         leaf, in_backward = step.leaf, number in reads.in_backward
@@ -188,13 +169,7 @@ def _parts(cut: BlockCut) -> dict[int, tuple[Part, ...]]:
 def place_events(
     classes: DimClasses, tensor: TensorChoice, cut: BlockCut | None = None
 ) -> list[PlacedEvent]:
-    """Return what operations send over the tensor axis: once per half block and direction.
-
-    Args:
-        classes: the dim classes of the program.
-        tensor: the dims that the axis shards.
-        cut: the program cut at its blocks; None without stages.
-    """
+    """Return what operations send over the tensor axis: once per half block and direction."""
     if tensor.size == 1:
         return []
     part_of = {} if cut is None else _events_by_part(classes, cut)

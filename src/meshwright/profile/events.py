@@ -70,12 +70,8 @@ _TRANSFER = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)|MemcpyAsync", re.IGNORECASE)
 class TracedEvent:
     """An operation on a device.
 
-    Attributes:
-        device: the device's number in the trace.
-        name: the HLO instruction; the kernel's own name where the trace names none.
-        kernel: the name of the event itself.
-        start: start time, in nanoseconds since the trace began.
-        end: end time.
+    ``name`` is the HLO instruction, or the kernel's own name where the trace names none; times are
+    in nanoseconds since the trace began.
     """
 
     device: int

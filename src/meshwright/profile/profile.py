@@ -17,12 +17,8 @@ SHARES = ("compute", "communication", "input_wait", "idle")
 class DeviceTime:
     """Seconds of one device over all profiled steps.
 
-    Attributes:
-        device: JAX's number of the device.
-        compute: time spent computing, with or without communication at the same time.
-        communication: time spent only communicating, including waiting for others.
-        hidden: communication time that overlaps with compute.
-        idle: the remaining time.
+    Compute includes what communicates at the same time, which is ``hidden``; communication is only
+    that, including waiting for others.
     """
 
     device: int
@@ -36,14 +32,7 @@ class DeviceTime:
 class CollectiveTime:
     """Collectives of one axis, kind and module, in one step of one device.
 
-    Attributes:
-        axes: the mesh axes; empty if they are not known.
-        kind: all-gather, all-reduce, …
-        module: the module they belong to.
-        count: collectives per step.
-        seconds: time per step.
-        exposed_seconds: the part of that time without compute.
-        bytes: bytes a device sends per step; None if not known.
+    Axes are empty, and bytes None, if they are not known; exposed is the time without compute.
     """
 
     axes: tuple[str, ...]
@@ -70,14 +59,8 @@ class CollectiveTime:
 class Profile:
     """Where the time of a few steps went.
 
-    Attributes:
-        steps: number of profiled steps.
-        seconds_per_step: wall time of one step.
-        devices: times of each device, in all processes.
-        collectives: times of collectives, longest first.
-        input_wait_seconds: time the loop waited for data, over all steps.
-        platform: cpu, gpu or tpu.
-        trace: the folder of the trace.
+    Devices are those of all processes, collectives come longest first, and the wait for input is
+    that of all steps.
     """
 
     steps: int
@@ -171,11 +154,8 @@ def advise(
 ) -> list[str]:
     """Return advice; nothing if devices compute nearly all the time.
 
-    Args:
-        shares: shares of the wall time.
-        exposed: the share of the wall time spent waiting for communication, by mesh axes.
-        load_balance: compute time of the busiest device over the mean.
-        virtual: whether the devices are virtual, so their times mean little.
+    ``exposed`` is the share of the wall time spent waiting for communication, by mesh axes; times
+    of ``virtual`` devices mean little.
     """
     advice = [*_parts(shares, exposed), *_balance(load_balance)]
     if advice and virtual:

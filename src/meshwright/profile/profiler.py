@@ -21,14 +21,8 @@ from meshwright.runtime.other_names import also_called, formerly
 class Profiler:
     """Records a few steps.
 
-    Each process records its own devices; several processes use one folder each.
-
-    Args:
-        folder: where the trace goes, replacing an older one.
-        steps: number of steps between start and stop.
-
-    Attributes:
-        trace: the folder of this process's trace.
+    Each process records its own devices; several processes use one folder each. The trace replaces
+    an older one.
     """
 
     updates = formerly("steps")
@@ -82,14 +76,7 @@ class NoProfiling:
 
 
 class Profiling(NoProfiling):
-    """Profiles a few steps of a loop.
-
-    Args:
-        folder: where the trace goes.
-        mesh: the mesh of the steps.
-        program: returns the optimized HLO text of the step; None if there is none.
-        steps: number of steps to profile.
-    """
+    """Profiles a few steps of a loop; ``program`` returns their optimized HLO text, if any."""
 
     def __init__(
         self, folder: Path, mesh: Mesh, program: Callable[[], str | None], *, steps: int = 5
@@ -102,9 +89,7 @@ class Profiling(NoProfiling):
     def after(self, pending: Any, waited: float) -> Profile | None:
         """Note that a step was dispatched; return the profile once it is complete.
 
-        Args:
-            pending: results of the step, which the start and end of the profile wait for.
-            waited: seconds the loop has waited for data so far.
+        ``waited`` are the seconds that the loop has waited for data so far.
         """
         self._seen += 1
         if self._seen == WARM_UP:

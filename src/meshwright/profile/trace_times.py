@@ -42,13 +42,7 @@ def read_profile(
 ) -> Profile:
     """Read what `Profiler` recorded; with several processes, each must call this.
 
-    Args:
-        trace: the folder of this process's trace.
-        mesh: the mesh of the steps.
-        program: the optimized HLO text of the step, ``compiled.as_text()``; without it, axes and
-            modules are not known.
-        steps: number of steps between start and stop.
-        input_wait_seconds: how long the loop waited for data in that time.
+    Without the text of the ``program``, ``compiled.as_text()``, axes and modules are not known.
     """
     recorded = read_trace(trace)
     numbers = device_numbers(mesh.local_devices, {event.device for event in recorded.events})
@@ -72,13 +66,7 @@ def read_profile(
 
 
 class CollectiveRun(NamedTuple):
-    """One run of a collective on one device.
-
-    Attributes:
-        collective: the collective.
-        seconds: how long it took.
-        exposed_seconds: the part of that time without compute.
-    """
+    """One run of a collective on one device; exposed is the time without compute."""
 
     collective: TracedCollective
     seconds: float
@@ -88,9 +76,7 @@ class CollectiveRun(NamedTuple):
 def collective_times(found: Sequence[CollectiveRun], runs: int) -> list[CollectiveTime]:
     """Return the times of collectives by axis, kind and module, the longest first.
 
-    Args:
-        found: every run of a collective, over all steps and local devices.
-        runs: steps times local devices.
+    ``runs`` are steps times local devices.
     """
     groups: dict[tuple[tuple[str, ...], str, str | None], list[CollectiveRun]] = defaultdict(list)
     for run in found:
@@ -121,10 +107,7 @@ def split_times(
 ) -> tuple[list[DeviceTime], list[CollectiveRun]]:
     """Divide the time of every device into compute, communication and idle time.
 
-    Args:
-        trace: what was recorded.
-        collectives: finds collectives by name.
-        numbers: JAX's device id by the number in the trace; other devices are ignored.
+    ``numbers`` are JAX's device ids by the number in the trace; other devices are ignored.
     """
     found: list[CollectiveRun] = []
     times: list[DeviceTime] = []
@@ -186,11 +169,7 @@ _KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
 class TracedCollective:
     """A collective instruction of the compiled program.
 
-    Attributes:
-        kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, …
-        axes: the mesh axes it runs over; empty if not known.
-        module: the module it belongs to; None outside modules, or if it combines several.
-        sent_bytes: bytes each device sends per execution; None if not known.
+    Its module is None outside modules, or if it combines several; bytes are sent per execution.
     """
 
     kind: str
@@ -200,12 +179,7 @@ class TracedCollective:
 
 
 class CollectiveNames:
-    """Finds the collectives of a trace by the names of operations.
-
-    Args:
-        program: HLO text of the program, for axes and modules; None if not available.
-        mesh: sizes of the mesh axes it was compiled for.
-    """
+    """Finds the collectives of a trace by the names of operations."""
 
     def __init__(self, program: str | None, mesh: Mapping[str, int]) -> None:
         self._by_instruction = _instructions(program, mesh) if program else None

@@ -24,15 +24,10 @@ Masks = Mapping[str, np.ndarray[Any, Any]]
 class ObservedRun:
     """Losses, gradients and final values of a training run.
 
-    Attributes:
-        losses: the mean loss of every step.
-        gradients: gradients of the first step, before clipping.
-        parameters: parameters after the last step, or as one call of the loss leaves them.
-        state: the model's other leaves after the last step.
-        withheld: elements whose gradient was rounding noise in every step; the optimizer got
-            zeros for them.
-        metrics: the metrics of every step: those of the loss, and the norm of the gradients.
-        written: paths of the parameters that the model writes to in its call.
+    Gradients are those of the first step, before clipping; parameters and state those after the
+    last, or as one call of the loss leaves them. Metrics include the norm of the gradients.
+    ``withheld`` elements had rounding noise for a gradient in every step, and the optimizer got
+    zeros for them; ``written`` are paths of parameters that the model writes to in its call.
     """
 
     losses: list[float]

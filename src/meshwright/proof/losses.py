@@ -75,14 +75,6 @@ class WrittenGradient:
     """The gradient of a loss as its author would compute it: `nnx.value_and_grad` in `nnx.jit`.
 
     Nothing of Meshwright's tracing is used, not even how it splits a model into leaves.
-
-    Args:
-        model: the model.
-        loss: the loss.
-        trainable: NNX filter of what is trained.
-        leaves: the names and roles of the model's leaves.
-        batch: an example batch.
-        flops: how much it will compute in total.
     """
 
     def __init__(
@@ -156,12 +148,8 @@ class WrittenGradient:
 class MergedGradient:
     """The gradient of adapters from the loss as written, with the adapters merged into the weights.
 
-    The gradient of a factor follows from that of the weight. Nothing of how a program is changed
-    to have adapters is used.
-
-    Args:
-        gradient: the gradient of the loss by the weights that have adapters.
-        leaves: the model.
+    The gradient of a factor follows from that of the weight. Nothing of how a program is changed to
+    have adapters is used.
     """
 
     def __init__(self, gradient: WrittenGradient, leaves: ModelLeaves) -> None:
@@ -198,16 +186,7 @@ class MergedGradient:
 def written_gradient(
     model: Any, loss: Loss, trained: Trained, leaves: ModelLeaves, batch: Any, flops: float
 ) -> WrittenGradient | MergedGradient | None:
-    """Return the gradient of a loss as written; None if adapters are not merely added to weights.
-
-    Args:
-        model: the model.
-        loss: the loss.
-        trained: what is trained.
-        leaves: the model's leaves, with adapters.
-        batch: an example batch.
-        flops: how much it will compute in total.
-    """
+    """Return the gradient of a loss as written; None if adapters are not just added to weights."""
     if not isinstance(trained, Adapted):
         return WrittenGradient(model, loss, trained, leaves.leaves, batch, flops)
     if trained.lora.dropout or has_reference(trace_loss(loss, leaves.base, batch).closed):

@@ -62,15 +62,8 @@ def recording_gradients(
 class MeshStep:
     """One step on the mesh.
 
-    Attributes:
-        before: the model's leaves before it, by canonical path.
-        after: the model's leaves after it.
-        start: the parameters that the optimizer got.
-        loss: the mean loss.
-        gradients: gradients before clipping.
-        clipped: gradients as the optimizer got them.
-        loss_scale: factor on the loss before differentiation.
-        metrics: everything else that the step reports.
+    ``start`` are the parameters that the optimizer got, ``gradients`` are from before clipping, and
+    ``clipped`` as the optimizer got them.
     """
 
     before: Leaves

@@ -58,11 +58,7 @@ class OptaxUpdate:
     ) -> tuple[Leaves, Any]:
         """Return the new parameters and the optimizer's new state.
 
-        Args:
-            params: the parameters.
-            moments: the optimizer's state.
-            gradients: the gradients, perhaps clipped.
-            loss: returns the loss of the batch, for optimizers that use it.
+        ``loss`` returns that of the batch, for optimizers that use it.
         """
         if not self.looks_at_loss(params, moments, gradients):
             changed, moments = self._update(dict(params), moments, dict(gradients))
@@ -120,13 +116,7 @@ class _BatchGradient:
 
 @dataclass(frozen=True)
 class Reference:
-    """Training on one device: microbatches one after another, then an optax update.
-
-    Attributes:
-        gradient: the loss and its gradients, of one microbatch.
-        leaves: the model's leaves.
-        microbatches: number of microbatches per batch.
-    """
+    """Training on one device: microbatches one after another, then an optax update."""
 
     gradient: Gradient
     leaves: Sequence[Leaf]

@@ -47,13 +47,7 @@ _OPERANDS = {
 
 @dataclass(frozen=True)
 class Rounding:
-    """How much rounding changes what a program computes.
-
-    Attributes:
-        loss: tolerance of the loss.
-        gradients: tolerance of gradients and state.
-        unit: the largest error of one rounding.
-    """
+    """Tolerances of the loss, and of gradients and state; and the largest error of one rounding."""
 
     loss: float
     gradients: float
@@ -63,14 +57,7 @@ class Rounding:
 def rounding_of(
     traced: TracedLoss, *, matmul: str = "default", platform: str = "cpu", casts: bool = False
 ) -> Rounding:
-    """Return how much rounding may change a loss, its gradients and state.
-
-    Args:
-        traced: the loss.
-        matmul: the precision of float32 products.
-        platform: of the devices.
-        casts: as for `rounding_tolerance`.
-    """
+    """Return how much rounding may change a loss, its gradients and state."""
     tolerance = rounding_tolerance(traced.closed, matmul=matmul, platform=platform, casts=casts)
     trained = {n: leaf.dtype for n, leaf in enumerate(traced.leaves) if leaf.role == "param"}
     # Products in the same format round more than the cast; without any, the cast remains.
@@ -125,12 +112,7 @@ def _largest_unit(closed: ClosedJaxpr, *, matmul: str = "default", platform: str
 
 
 def update_tolerances(closed: ClosedJaxpr, formats: Mapping[str, Any]) -> dict[str, float]:
-    """Return how much an optimizer's update may round each leaf, relative to its largest element.
-
-    Args:
-        closed: the optimizer's update of all leaves.
-        formats: the leaves and their formats.
-    """
+    """Return how much an optimizer's update may round a leaf, relative to its largest element."""
     count = sum(times for eqn, times in equations(closed.jaxpr) if _is_arithmetic(eqn))
     growth = MARGIN * math.sqrt(max(1.0, count / len(formats)))
     return {path: growth * max(_unit_roundoff(dtype), _FLOAT32) for path, dtype in formats.items()}

@@ -184,18 +184,9 @@ def _check_single_process() -> None:
 class _Proof:
     """The inputs of a comparison, and its parts.
 
-    Attributes:
-        assembled: the step in the plan's precision.
-        traced: the loss traced for one microbatch, before any pass.
-        traced_in_float32: the same without the plan's half precision.
-        written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not accept
-            the model.
-        flops: floating-point operations of all steps together.
-        initial_values: the model's initial leaf values, created on one device.
-        batches: the global batch of every step.
-        optimizer: the user's optimizer.
-        clip_norm: largest global gradient norm.
-        seed: seed of the initialization.
+    ``traced`` is the loss of one microbatch, before any pass; ``written`` its gradient as its
+    author wrote it, None if `nnx.jit` does not accept the model. FLOPs are those of all steps
+    together.
     """
 
     def __init__(

@@ -40,13 +40,7 @@ SAMPLES = 2
 class ComparedStep:
     """The first half of a step, up to its gradients, computed twice from the same values.
 
-    Attributes:
-        values: the model's leaf values before it.
-        batch: its batch.
-        expected: what is expected.
-        actual: what is compared with it.
-        wide: the float64 reference.
-        other: another computation that is as good as the expected one; the exact one if None.
+    ``other`` is another computation that is as good as the expected one; the exact one if None.
     """
 
     values: Sequence[Any]
@@ -189,12 +183,7 @@ HOW_PARAMETERS = (
 class OwnPrecision:
     """What the mesh is compared with in its own precision.
 
-    Attributes:
-        narrow: the reference in the plan's precision.
-        wide: the reference in float64.
-        update: the optimizer on one device.
-        rounding: how much rounding may change loss and gradients.
-        initial: the model's initial leaf values, whose order and random keys are used.
+    Of the model's initial leaf values, the order and the random keys are used.
     """
 
     narrow: Reference
