@@ -15,14 +15,15 @@ from jax.sharding import PartitionSpec
 from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.division import divide_blocks
-from meshwright.pipeline.divide.stage_functions import (
+from meshwright.pipeline.divide.stages import (
     BlockInputs,
     LeafValues,
     Losses,
     Message,
     Microbatch,
+    StageContext,
+    Stages,
 )
-from meshwright.pipeline.divide.stages import StageContext, Stages
 from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import zeros_like_shapes
 from meshwright.pipeline.execute.stage_work import StageForward

@@ -13,13 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.mesh.axes import PIPE, entry_names
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.division import divide_blocks
-from meshwright.pipeline.divide.stage_functions import (
+from meshwright.pipeline.divide.stages import (
     LeafValues,
     Losses,
     Microbatch,
+    StageContext,
+    Stages,
     StageSums,
 )
-from meshwright.pipeline.divide.stages import StageContext, Stages
 from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
 from meshwright.pipeline.execute.executor import StageExecutor
 from meshwright.pipeline.execute.tick_rows import table_rows

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from meshwright.pipeline.divide.stage_functions import LeafValues
+from meshwright.pipeline.divide.stages import LeafValues
 from meshwright.trees import PyTree
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 from jax import Array
 
-from meshwright.pipeline.divide.stage_functions import BlockRow, LeafValues, Losses
+from meshwright.pipeline.divide.stages import BlockRow, LeafValues, Losses
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.trees import PyTree, TreeDef
 

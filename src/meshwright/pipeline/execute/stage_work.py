@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from meshwright.pipeline.divide.stage_functions import (
+from meshwright.pipeline.divide.stages import (
     BlockInputs,
     BlockOutputs,
     BlockRow,
