@@ -36,8 +36,13 @@ from meshwright.pipeline.by_hand.layer_forms import (
     trace,
 )
 from meshwright.pipeline.by_hand.layers import naming_layer, read_layers
-from meshwright.pipeline.by_hand.stage_programs import Loss, StagePrograms, form_of_arrays
-from meshwright.pipeline.by_hand.updates import copied, update_stages
+from meshwright.pipeline.by_hand.stage_programs import (
+    Loss,
+    StagePrograms,
+    copied,
+    form_of_arrays,
+    update_stages,
+)
 from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
