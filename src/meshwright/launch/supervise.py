@@ -19,8 +19,7 @@ from typing import IO
 from meshwright.errors import ExitCode
 from meshwright.launch import guard
 from meshwright.launch.merged_output import MergedOutput
-from meshwright.launch.stacks import dump_stacks, keep_stacks
-from meshwright.launch.watch import HANG_SECONDS, Stuck, Watch
+from meshwright.launch.watch import HANG_SECONDS, Stuck, Watch, dump_stacks, keep_stacks
 from meshwright.runtime.attempts import Fit, Report
 from meshwright.runtime.heartbeat import HEARTBEAT_FILE, report_file
 
