@@ -10,13 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.compiled.hlo import (
-    Computation,
-    Instruction,
-    Program,
-    parse_hlo,
-    trip_count,
-)
+from meshwright.compiled.hlo import Computation, Instruction, Program, parse_hlo, trip_count
 from meshwright.compiled.participants import (
     IRREGULAR,
     REARRANGES,

@@ -10,13 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from meshwright.distributed.leaves import (
-    Leaf,
-    fit_sharding,
-    place,
-    place_parts,
-    replicate,
-)
+from meshwright.distributed.leaves import Leaf, fit_sharding, place, place_parts, replicate
 from meshwright.distributed.prefetch import prefetch
 from meshwright.errors import UserError
 from meshwright.hardware import BatchSizeRecommendation, detect, load_chips, unknown_batch_sizes

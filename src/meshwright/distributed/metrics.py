@@ -45,10 +45,7 @@ class DistributedMetrics(nnx.Module):
         return _map_arrays(lambda leaf: _gather(leaf, axes), metrics)
 
     def reduce_mean(
-        self,
-        metrics: PyTree,
-        axis_name: AxisName = DEFAULT_AXIS,
-        weights: Weights | None = None,
+        self, metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS, weights: Weights | None = None
     ) -> PyTree:
         """Average over the devices; with ``weights``, by this device's number of samples.
 

@@ -60,12 +60,7 @@ def environments(
     base.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     devices = _devices(launch, base, root)
     return [
-        {
-            **base,
-            "RANK": str(run.first_rank + number),
-            "LOCAL_RANK": str(number),
-            **devices[place],
-        }
+        {**base, "RANK": str(run.first_rank + number), "LOCAL_RANK": str(number), **devices[place]}
         for number, place in enumerate(places)
     ]
 

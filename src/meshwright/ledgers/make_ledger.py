@@ -16,13 +16,7 @@ from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
 from meshwright.ledgers.excess_reasons import Reason, Reasons, explain
-from meshwright.ledgers.ledger_records import (
-    AxisLedger,
-    Explanation,
-    Ledger,
-    Line,
-    ModuleLedger,
-)
+from meshwright.ledgers.ledger_records import AxisLedger, Explanation, Ledger, Line, ModuleLedger
 from meshwright.ledgers.minimum import Needed, needed_by_stage
 from meshwright.ledgers.overlap import Overlaps, family, read_overlaps, shares
 from meshwright.pipeline.execute.tick_rows import OpCounts, count_operations

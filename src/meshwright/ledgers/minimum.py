@@ -184,8 +184,5 @@ def _stages(assembled: Assembled, counts: OpCounts | None) -> Iterator[Stage | N
             blocks=len(pipeline.division.blocks(number)) / pipeline.cut.num_blocks,
             embedding=runs[TickOp.EMBEDDING][number],
             head=runs[TickOp.HEAD][number],
-            messages=(
-                (ahead, runs[TickOp.SEND][number]),
-                (back, runs[TickOp.SEND_BACK][number]),
-            ),
+            messages=((ahead, runs[TickOp.SEND][number]), (back, runs[TickOp.SEND_BACK][number])),
         )

@@ -15,15 +15,7 @@ from jax.sharding import Mesh
 from meshwright import processes
 from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.hlo import parse_hlo
-from meshwright.profile.events import (
-    Trace,
-    TracedEvent,
-    clip,
-    length,
-    merge,
-    read_trace,
-    subtract,
-)
+from meshwright.profile.events import Trace, TracedEvent, clip, length, merge, read_trace, subtract
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
 from meshwright.runtime.other_names import also_called
 
@@ -33,12 +25,7 @@ _SECONDS = 1e-9
 
 @also_called(updates="steps")
 def read_profile(
-    trace: Path,
-    mesh: Mesh,
-    program: str | None,
-    *,
-    steps: int,
-    input_wait_seconds: float = 0.0,
+    trace: Path, mesh: Mesh, program: str | None, *, steps: int, input_wait_seconds: float = 0.0
 ) -> Profile:
     """Read what `Profiler` recorded; with several processes, each must call this.
 

@@ -19,13 +19,7 @@ from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.adapters import PREFIX
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.requested_layouts import recorded_layouts
-from meshwright.program.trace.traced_loss import (
-    Loss,
-    LossValue,
-    TracedLoss,
-    read_loss,
-    trace_loss,
-)
+from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss, trace_loss
 from meshwright.program.trace.trained_leaves import Adapted, Trained
 from meshwright.program.trace.without_adapters import has_reference
 from meshwright.proof.compare import fetch

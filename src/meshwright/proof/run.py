@@ -51,12 +51,7 @@ from meshwright.proof.compare import (
     null_leaves,
     where_defined,
 )
-from meshwright.proof.losses import (
-    Gradient,
-    taken_by_nnx_jit,
-    traced_gradient,
-    written_gradient,
-)
+from meshwright.proof.losses import Gradient, taken_by_nnx_jit, traced_gradient, written_gradient
 from meshwright.proof.mesh_run import recording_gradients, steps_on_mesh, train_on_mesh
 from meshwright.proof.nulls import masks_of_step, null_parts
 from meshwright.proof.reference import GRAD_NORM, OptaxUpdate, Reference

@@ -133,9 +133,7 @@ def to_default_device(value: Array) -> Array:
 
 
 def _from_function(
-    function: Callable[[PyTree, PyTree], PyTree],
-    params: PyTree,
-    rebuild: Callable[[PyTree], Layer],
+    function: Callable[[PyTree, PyTree], PyTree], params: PyTree, rebuild: Callable[[PyTree], Layer]
 ) -> Part:
     return Part(
         lambda params, state, x: (function(params, x), state),

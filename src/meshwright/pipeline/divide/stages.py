@@ -182,11 +182,7 @@ class Stages:
         }
 
     def values(
-        self,
-        weights: BlockRow,
-        stacks: LeafValues,
-        outer: LeafValues,
-        microbatches: Microbatch,
+        self, weights: BlockRow, stacks: LeafValues, outer: LeafValues, microbatches: Microbatch
     ) -> StageValues:
         """Return the values of a stage, given its prepared weights and its step leaves."""
         return StageValues(

@@ -155,10 +155,7 @@ class StageExecutor:
         before = _AfterForward(carry.saved, sums.changing, head if self._nests else None)
         # Without a forward pass, no stage reads the message.
         after, message = self.order.when(
-            TickOp.FORWARD,
-            op.microbatch >= 0,
-            run,
-            (before, carry.arrived),
+            TickOp.FORWARD, op.microbatch >= 0, run, (before, carry.arrived)
         )
         head = after.head or self._head(head, message, row)
         sums = replace(

@@ -7,12 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.program.dims.op import nbytes_of
-from meshwright.program.evaluate.dependencies import (
-    inlined,
-    inputs_of,
-    needed_equations,
-    variables,
-)
+from meshwright.program.evaluate.dependencies import inlined, inputs_of, needed_equations, variables
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.jaxpr.equations import (
     REMATS,

@@ -75,10 +75,7 @@ class PipelinedLoss:
         self._outer = OuterSums(where.mesh, where.batch_axes, sums, gradients)
 
     def __call__(
-        self,
-        leaves: Sequence[Array],
-        microbatches: Sequence[Array],
-        scale: Array | None = None,
+        self, leaves: Sequence[Array], microbatches: Sequence[Array], scale: Array | None = None
     ) -> PipelineSums:
         """Evaluate on the step's leaf values and stacked microbatches [count, …]."""
         count = microbatches[0].shape[0]

@@ -137,8 +137,7 @@ def parse_price(price: str | float) -> float:
         number = math.nan
     if isinstance(price, bool) or not 0 <= number < math.inf:
         raise UserError(
-            f"`{price!s:.60}` is not a price",
-            fix="write USD per device and hour, such as 2.5",
+            f"`{price!s:.60}` is not a price", fix="write USD per device and hour, such as 2.5"
         )
     return number
 

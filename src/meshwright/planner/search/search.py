@@ -82,11 +82,7 @@ class SearchResult:
 
 
 def search(
-    estimator: Estimator,
-    task: PlanTask,
-    *,
-    top: int = 5,
-    meshes: Iterable[Sizes] | None = None,
+    estimator: Estimator, task: PlanTask, *, top: int = 5, meshes: Iterable[Sizes] | None = None
 ) -> SearchResult:
     """Find the fastest plans: ``top`` of these meshes, or of all; the others are slower."""
     check_fixed_mesh(task)

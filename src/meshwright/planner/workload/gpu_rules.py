@@ -198,8 +198,5 @@ HIDDEN_TRAFFIC: Rule[Mapping[str, Mapping[str, float]]] = Rule(
     record="gpu_overlap",
     rows="",
     jax="0.12.0.1",
-    value={
-        "unroll": {"fsdp": 0.85, "data": 0.63},
-        "scan": {"fsdp": 0.65, "data": 0.63},
-    },
+    value={"unroll": {"fsdp": 0.85, "data": 0.63}, "scan": {"fsdp": 0.65, "data": 0.63}},
 )

@@ -91,10 +91,7 @@ def trace_gradients(
 ) -> TracedGradients:
     """Trace the gradients of a loss of `SAMPLES` samples, on a mesh of one device."""
     search = KernelSearch(
-        variant.kernels,
-        platform=variant.platform,
-        rows=variant.rows,
-        planned=True,
+        variant.kernels, platform=variant.platform, rows=variant.rows, planned=True
     )
     decision = decide(traced, {}, ShardingConfig(), search=search, classes=classes)
     remat = choose_remat(variant.remat, keep_gathered=not variant.gathers)
