@@ -47,7 +47,7 @@ class KernelTimes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule(Generic[Value]):
+class Rule:
     """What a compiler or a kernel does, and how that is known.
 
     ``rows`` is a part of the names of the record's rows that show it, all of them if empty; ``jax``
@@ -56,9 +56,8 @@ class Rule(Generic[Value]):
 
     models: str
     record: str
-    rows: str
-    jax: str
-    value: Value
+    rows: str = ""
+    jax: str = "0.11.2"
     platforms: tuple[str, ...] = ("gpu", "tpu")
 
     def on(self, platform: str) -> bool:
@@ -66,21 +65,25 @@ class Rule(Generic[Value]):
         return platform in self.platforms
 
 
+@dataclass(frozen=True, kw_only=True)
+class Constant(Rule, Generic[Value]):
+    """A rule with a number, or several."""
+
+    value: Value
+
+
 PRODUCTS_STAY = Rule(
     models="Nothing is written over the result of a product: the gradient of logits has its own "
     "memory.",
     record="gpu_memory",
     rows="GPT-2 124M, one GPU",
-    jax="0.11.2",
-    value=None,
     platforms=_GPUS,
 )
-FILLED_DIMS = Rule(
+FILLED_DIMS = Constant(
     models="Products in half precision read copies of operands whose last dim is not a multiple of "
     "this.",
     record="gpu_memory",
     rows="ViT-B",
-    jax="0.11.2",
     value=8,
     platforms=_GPUS,
 )
@@ -89,30 +92,22 @@ RECOMPUTED_SUMS = Rule(
     "memory than storing the value does.",
     record="gpu_memory",
     rows="GPT-2 124M, one GPU",
-    jax="0.11.2",
-    value=None,
 )
 SAVED_ONCE = Rule(
     models="What a checkpoint rounds for several products is saved once.",
     record="gpu_memory",
     rows="GPT-2 124M, fsdp=8",
-    jax="0.11.2",
-    value=None,
 )
 SHARDED_CASTS = Rule(
     models="Weights that a loop casts and saves stay sharded as they are between steps.",
     record="gpu_memory",
     rows="GPT-2 124M, fsdp=8, blocks=scan",
-    jax="0.11.2",
-    value=None,
 )
 LAST_ITERATION_TWICE = Rule(
     models="A loop gathers the weights of an iteration during the one before it, so that the last "
     "one runs outside of the loop: its results stay in memory besides the rows that it saves.",
     record="gpu_memory",
     rows="fsdp=8, blocks=scan",
-    jax="0.11.2",
-    value=None,
     platforms=_GPUS,
 )
 DELAYED_GRADIENTS = Rule(
@@ -120,61 +115,47 @@ DELAYED_GRADIENTS = Rule(
     "to hide communication. A single GPU has none to hide.",
     record="gpu_memory",
     rows="4 microbatches",
-    jax="0.11.2",
-    value=None,
 )
-PACKED_ARRAYS = Rule(
+PACKED_ARRAYS = Constant(
     models="Every array has a fixed place; the largest are placed first, or those that live "
     "longest, whichever needs less. Arrays below this part of the peak fill gaps.",
     record="gpu_memory",
-    rows="",
-    jax="0.11.2",
     value=1 / 200,
 )
 WHOLE_GRADIENTS = Rule(
     models="A gradient is whole until the next one is computed: reducing it runs beside that.",
     record="gpu_unseen",
     rows="MLP, 8192 wide, fsdp=8",
-    jax="0.11.2",
-    value=None,
 )
 REDUCED_LAST = Rule(
     models="On data × fsdp, where blocks run one by one, gradients are reduced over both axes as a "
     "whole, and each device takes its part when all of them exist.",
     record="gpu_unseen",
     rows="data=2 × fsdp=4",
-    jax="0.11.2",
-    value=None,
 )
 SUMMED_IN_PLACE = Rule(
     models="Where blocks run one by one, a loss in parts adds the gradients of its parts up in the "
     "memory of their sum.",
     record="gpu_unseen",
     rows="Qwen, wide",
-    jax="0.11.2",
-    value=None,
 )
-STAGE_MICROBATCHES = Rule(
+STAGE_MICROBATCHES = Constant(
     models="Besides the slots of its schedule, a stage holds the saved values of this many "
     "microbatches: one that it writes to a slot, and one that it has read.",
     record="gpu_memory",
     rows="pipe=",
-    jax="0.11.2",
     value=2,
 )
 STAGE_RECOMPUTES = Rule(
     models="What a stage recomputes, it keeps for all of its blocks.",
     record="gpu_memory",
     rows="pipe=2 × fsdp=2 × tensor=2, remat=full",
-    jax="0.11.2",
-    value=None,
 )
-KERNEL_TIMES = Rule(
+KERNEL_TIMES = Constant(
     models="How long kernels take, by their arithmetic and their memory traffic, in runs of "
     "minutes: at its limit of power, a GPU computes 13% slower than in the first second.",
     record="gpu_peers",
     rows="gpt2",
-    jax="0.11.2",
     value=KernelTimes(
         attention=0.54,
         attention_gradient=0.413,
@@ -186,17 +167,14 @@ KERNEL_TIMES = Rule(
         iteration=170e-6,
     ),
 )
-STAGE_OVERHEAD: Rule[Mapping[str, float]] = Rule(
+STAGE_OVERHEAD: Constant[Mapping[str, float]] = Constant(
     models="Time of a stage by schedule, relative to its share of the work.",
     record="gpu_pipeline",
-    rows="",
-    jax="0.11.2",
     value={"gpipe": 1.4, "1f1b": 1.4, "interleaved": 1.5, "zb_h1": 1.7},
 )
-HIDDEN_TRAFFIC: Rule[Mapping[str, Mapping[str, float]]] = Rule(
+HIDDEN_TRAFFIC: Constant[Mapping[str, Mapping[str, float]]] = Constant(
     models="By how blocks run, the part of an axis's traffic that runs behind products; else none.",
     record="gpu_overlap",
-    rows="",
     jax="0.12.0.1",
     value={"unroll": {"fsdp": 0.85, "data": 0.63}, "scan": {"fsdp": 0.65, "data": 0.63}},
 )
