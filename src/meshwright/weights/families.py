@@ -26,24 +26,13 @@ FAMILIES = {family.kind: family for family in _ALL}
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a config.json describes.
-
-    Attributes:
-        family: the family.
-        arguments: the arguments of its model.
-    """
+    """The family that a config.json describes, and the arguments of its model."""
 
     family: Family
     arguments: Mapping[str, Any]
 
     def refuse_contradictions(self, given: Mapping[str, Any], where: str, fix: str) -> None:
-        """Refuse arguments that differ from config.json where they may not.
-
-        Args:
-            given: arguments of the model; None stands for what config.json says.
-            where: its folder, for messages.
-            fix: what to write instead.
-        """
+        """Refuse arguments that differ from config.json where they may not; None is the same."""
         differing = [
             f"{name} is {given[name]} here and {value} in {CONFIG}"
             for name, value in self.arguments.items()
@@ -73,12 +62,7 @@ class Architecture:
 
 
 def read_architecture(config: HfConfig, where: str) -> Architecture:
-    """Return what a config.json describes.
-
-    Args:
-        config: its content.
-        where: its folder, for messages.
-    """
+    """Return what the config.json of the folder ``where`` describes."""
     family = _find(config, where)
     inner: Any = config.get("text_config")
     parts = (config, inner) if isinstance(inner, Mapping) else (config,)

@@ -38,12 +38,7 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with the weights of a published model.
-
-    Attributes:
-        path: the folder.
-        config: its config.json.
-    """
+    """A folder with the weights of a published model, and its config.json."""
 
     path: Path
     config: HfConfig
@@ -187,13 +182,7 @@ def describe_differences(
     need: Mapping[str, Sequence[int]],
     where: str = "in the checkpoint",
 ) -> list[str]:
-    """Describe how saved arrays differ from those of a model: missing, additional, other shapes.
-
-    Args:
-        have: shapes of what is saved, by name.
-        need: shapes of what the model has, by name.
-        where: where they are saved.
-    """
+    """Describe how saved arrays differ from those of a model: missing, additional, other shapes."""
     shapes = [
         f"`{path}` is {list(have[path])} and should be {list(need[path])}"
         for path in need

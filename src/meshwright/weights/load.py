@@ -27,13 +27,7 @@ def weights_of(folder: Folder, assembled: Assembled) -> Weights:
 
 
 def load_state(weights: Weights, assembled: Assembled, seed: int) -> TrainState:
-    """Return the initial state with these weights; no random weights are computed.
-
-    Args:
-        weights: the weights.
-        assembled: the step.
-        seed: the seed of random streams, such as those of dropout.
-    """
+    """Return the initial state with these weights; the seed is that of dropout and the like."""
     layout, decision = assembled.traced.layout, assembled.decision
     arrays: dict[int, Any] = {}
     for number, step in enumerate(layout.step_leaves):
