@@ -44,12 +44,7 @@ class Checked:
 
 
 def check_checkpoints(folder: Path, step: int | None = None) -> list[Checked]:
-    """Check the checkpoints in a folder, oldest first.
-
-    Args:
-        folder: the checkpoint folder.
-        step: the only one to check; None for all.
-    """
+    """Check the checkpoints in a folder, oldest first, or a single one."""
     reader = CheckpointReader(folder)
     if step is not None:
         return [check_checkpoint(reader, step)]

@@ -23,12 +23,8 @@ _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 def read_environment(environ: Environ, known: Collection[str] = ()) -> dict[str, Any]:
     """Return the process settings that the environment gives.
 
-    Args:
-        environ: environment variables.
-        known: settings that are known from elsewhere and may be missing.
-
-    Raises:
-        UserError: two launchers contradict each other, or some required variables are not set.
+    Launchers that contradict each other are refused, and so are missing settings, unless they are
+    ``known`` from elsewhere.
     """
     found = detect(environ)
     _refuse_contradictions(found, environ)
