@@ -37,15 +37,8 @@ def make_trackers(
     """Return the tracker of a run in ``folder``, which exists; nothing is written yet.
 
     A missing package is an error here, before training. Later errors stop one tracker, not the
-    run.
-
-    Args:
-        config: which services to use.
-        folder: the run folder; None for a run without one.
-        total_steps: steps of the run; None if they are not known.
-        console: where progress is shown; stderr by default.
-        progress: whether to show progress; None shows it for a run with a folder or a terminal.
-            Otherwise warnings go to Python's `warnings`.
+    run. By default, progress is shown on stderr for a run with a folder or a terminal; without it,
+    warnings go to Python's `warnings`.
     """
     check_tracking(config, folder)
     if not is_main():
