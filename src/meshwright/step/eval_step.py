@@ -87,11 +87,6 @@ def compile_prediction(
 
     Every array the function returns must have the samples as its dim 0. On a mesh with pipeline
     stages, every device gathers all blocks.
-
-    Args:
-        assembled: the step whose states predict.
-        function: from the model and a batch to a tree of arrays.
-        batch: a tree of placed arrays.
     """
     trees: list[Any] = []
     leaves = jax.tree.leaves(batch)
