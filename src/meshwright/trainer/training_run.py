@@ -91,13 +91,6 @@ class TrainingRun:
     """A training run that has passed all checks that need no compilation.
 
     The constructor checks; nothing is written or compiled before `run`.
-
-    Args:
-        trainer: what is trained.
-        asked: how it is trained.
-        programs: the step, and those of its programs that are compiled already.
-        batch: a global batch.
-        start: where the run starts.
     """
 
     def __init__(
