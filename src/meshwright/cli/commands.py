@@ -9,14 +9,9 @@ from meshwright.launch.flags import FLAGS as LAUNCH_FLAGS
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of one command, which Hydra does not see.
+    """A flag of one command, which Hydra does not see; one without a value is a switch.
 
-    Attributes:
-        name: its name, such as ``--steps``.
-        help: a help text of one line.
-        value: the placeholder of its value; empty for a switch. `SETTINGS` are all that follow, up
-            to the next flag.
-        formerly: a name that it used to have, which is still accepted.
+    The value `SETTINGS` is all that follow, up to the next flag. ``formerly`` is still accepted.
     """
 
     name: str

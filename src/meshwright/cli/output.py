@@ -23,12 +23,7 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 class Output:
-    """The two streams of a command.
-
-    Attributes:
-        as_json: whether the result is printed as JSON instead of for reading.
-        silent: whether to print nothing, because another process does.
-    """
+    """The two streams of a command; in a silent process, another one prints."""
 
     def __init__(self, result_descriptor: int, *, as_json: bool, silent: bool = False) -> None:
         self.as_json = as_json

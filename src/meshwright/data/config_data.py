@@ -57,11 +57,8 @@ _HELD_OUT_STREAM = (1,)
 class ConfigData:
     """The data of a config.
 
-    Attributes:
-        section: the data section.
-        seed: seed of the run.
-        shared: sizes of the task and the model, which are defaults of the source's arguments.
-        task: the task, which makes the batches of ``data=synthetic``.
+    Sizes of the task and the model are ``shared``: defaults of the source's arguments. The task
+    makes the batches of ``data=synthetic``.
     """
 
     section: DataConfig

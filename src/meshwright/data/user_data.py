@@ -43,12 +43,7 @@ _ANY = Expected()
 
 @dataclass(frozen=True)
 class FunctionData(Data):
-    """Batches returned by a function of the step and the batch size.
-
-    Attributes:
-        function: called as ``function(step=…, batch_size=…)``; returns the whole global batch.
-        name: the function's name, for messages.
-    """
+    """Batches returned by ``function(step=…, batch_size=…)``, each the whole global batch."""
 
     function: Callable[..., HostBatch]
     name: str = "function"
