@@ -13,13 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from meshwright.checkpoint.checksums import (
-    ArraySum,
-    ArraySums,
-    json_checksum,
-    merge_sums,
-    sums_of,
-)
+from meshwright.checkpoint.checksums import ArraySum, ArraySums, json_checksum, merge_sums, sums_of
 
 CHECKSUMS = "checksums"
 """Name of the item on disk."""

@@ -28,13 +28,7 @@ from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
 from meshwright.checkpoint.reader import METADATA, STATE, CheckpointReader, has_readable_metrics
 from meshwright.errors import ANY, Setting, UserError, first_line
-from meshwright.processes import (
-    attempt_on_main,
-    broadcast,
-    is_main,
-    process_count,
-    process_index,
-)
+from meshwright.processes import attempt_on_main, broadcast, is_main, process_count, process_index
 from meshwright.text.units import human_bytes
 
 logger = logging.getLogger("meshwright.checkpoint")

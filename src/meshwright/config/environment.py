@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from meshwright.config.launchers import (
-    ENVIRONMENT,
-    JAX,
-    SLURM,
-    Environ,
-    Found,
-    detect,
-    first,
-)
+from meshwright.config.launchers import ENVIRONMENT, JAX, SLURM, Environ, Found, detect, first
 from meshwright.errors import UserError
 
 _NUMBERS = ("world_size", "rank", "local_rank", "num_processes_per_node", "num_nodes")

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwright.config.builders import (
-    Builder,
-    build,
-    check_arguments,
-    find_builder,
-    parameters_of,
-)
+from meshwright.config.builders import Builder, build, check_arguments, find_builder, parameters_of
 from meshwright.config.schema import DataConfig
 from meshwright.data.indexed_data import SourceData, SyntheticData
 from meshwright.data.initial_fields import with_initial_fields

@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
 from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
-from meshwright.data.documents import (
-    Document,
-    DocumentBlock,
-    Item,
-    Packing,
-    Position,
-    check_text,
-)
+from meshwright.data.documents import Document, DocumentBlock, Item, Packing, Position, check_text
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus, nothing

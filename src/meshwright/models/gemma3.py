@@ -12,13 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    GroupedAttention,
-    RMSNorm,
-    Rotary,
-)
+from meshwright.models.decoder import Decoder, DecoderBlock, GroupedAttention, RMSNorm, Rotary
 
 
 class Gemma3Block(DecoderBlock):

@@ -10,13 +10,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from meshwright.models.attention import (
-    INIT_STD,
-    attend,
-    causal_mask,
-    residual_std,
-    row_positions,
-)
+from meshwright.models.attention import INIT_STD, attend, causal_mask, residual_std, row_positions
 from meshwright.models.model_sizes import check_sizes
 
 QKV = Literal["separate", "fused"]

@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.weights.config_values import (
-    Key,
-    only,
-    refuse_other_scaling,
-    rotary,
-    without_effect,
-)
-from meshwright.weights.decoder_names import (
-    HEAD_NORMS,
-    MLP_NORM,
-    check_layer_types,
-    decoder_family,
-)
+from meshwright.weights.config_values import Key, only, refuse_other_scaling, rotary, without_effect
+from meshwright.weights.decoder_names import HEAD_NORMS, MLP_NORM, check_layer_types, decoder_family
 from meshwright.weights.family import HfConfig
 
 _DEFAULTS = {
