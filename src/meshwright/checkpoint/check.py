@@ -71,9 +71,7 @@ def check_checkpoint(reader: CheckpointReader, step: int) -> Checked:
     return Checked(step, arrays, size, "no checksums" if checksums is None else "sound")
 
 
-def _batches(
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
-) -> Iterator[dict[str, list[str]]]:
+def _batches(shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Iterator[dict[str, list[str]]]:
     """Yield the paths of arrays to read at a time, by group."""
     batch: dict[str, list[str]] = {}
     elements = 0

@@ -219,11 +219,7 @@ COMMANDS = {
                 Flag("--out", "where to write those; what is written already is kept", "FILE"),
                 Flag("--max-new-tokens", "the most new tokens (default 256)", "N"),
                 Flag("--min-new-tokens", "new tokens before a stop token may come", "N"),
-                Flag(
-                    "--temperature",
-                    "0 takes the likeliest (default: the folder's, or 0)",
-                    "T",
-                ),
+                Flag("--temperature", "0 takes the likeliest (default: the folder's, or 0)", "T"),
                 Flag("--top-k", "sample from the K likeliest tokens only", "K"),
                 Flag("--top-p", "sample from the likeliest tokens up to probability P", "P"),
                 Flag("--min-p", "sample from tokens with P of the likeliest's probability", "P"),

@@ -198,7 +198,7 @@ SYNONYMS = {
 """Names that other tools use for a setting, and the last part of its key here."""
 
 _VALUES = {
-    "kernels": {"cudnn": "auto", "flash": "auto", "off": "none", "false": "none", "no": "none"},
+    "kernels": {"cudnn": "auto", "flash": "auto", "off": "none", "false": "none", "no": "none"}
 }
 """By setting, words that other tools use for its values."""
 

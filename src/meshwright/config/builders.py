@@ -139,8 +139,7 @@ def _convert(section: str, key: str, value: Any, hint: Any) -> Any:
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"]
         raise UserError(
-            f"`{section}.{key}={shorten(value)}` is not valid",
-            why=message[0].lower() + message[1:],
+            f"`{section}.{key}={shorten(value)}` is not valid", why=message[0].lower() + message[1:]
         ) from None
     except Exception:
         # Pydantic has no schema for this annotation (an initializer, a dtype).

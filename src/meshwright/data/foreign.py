@@ -170,11 +170,7 @@ def _stream(
     again: str = READ_AGAIN,
 ) -> IterableData:
     read = IterableData(
-        open=opener,
-        name=f"the {type(given).__name__}",
-        once=once,
-        repeat=not once,
-        again=again,
+        open=opener, name=f"the {type(given).__name__}", once=once, repeat=not once, again=again
     )
     return read if batches else read.with_elements(expected, samples=samples)
 

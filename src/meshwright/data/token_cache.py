@@ -216,11 +216,7 @@ def tell(line: str) -> None:
 
 
 def packed(
-    entry: Entry,
-    suffix: str,
-    parts: Callable[[], Iterator[PackedPart]],
-    row_length: int,
-    name: str,
+    entry: Entry, suffix: str, parts: Callable[[], Iterator[PackedPart]], row_length: int, name: str
 ) -> PackingIndex:
     """Return how documents are packed into rows of one length: beside the tokens in the cache.
 

@@ -129,11 +129,7 @@ class DataAdapter(Data):
 
 
 def as_data(
-    given: Any,
-    seed: int = 0,
-    *,
-    expected: Expected = _ANY,
-    num_processes: int | None = None,
+    given: Any, seed: int = 0, *, expected: Expected = _ANY, num_processes: int | None = None
 ) -> Data:
     """Return the data a user passes for training as `Data`.
 

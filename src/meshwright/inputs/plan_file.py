@@ -166,9 +166,7 @@ def read_plan_file(path: str) -> Plan:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot read {Setting(KEY, path)}",
-            why=first_line(error),
-            fix=_WHICH,
+            f"cannot read {Setting(KEY, path)}", why=first_line(error), fix=_WHICH
         ) from None
     try:
         return Plan.from_yaml(text)

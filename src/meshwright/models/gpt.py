@@ -95,13 +95,7 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self,
-        *,
-        hidden_size: int,
-        dropout: float,
-        out_std: float,
-        rngs: nnx.Rngs,
-        **heads: Any,
+        self, *, hidden_size: int, dropout: float, out_std: float, rngs: nnx.Rngs, **heads: Any
     ) -> None:
         shared: Any = {"hidden_size": hidden_size, "out_std": out_std, "rngs": rngs}
         self.attention_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)

@@ -53,13 +53,7 @@ class Doing(IntEnum):
     ENDED = 9, "done"
 
 
-_OF_STEPS = (
-    Doing.INPUT,
-    Doing.TRAINING,
-    Doing.DISPATCHING,
-    Doing.WAITING,
-    Doing.CALLBACKS,
-)
+_OF_STEPS = (Doing.INPUT, Doing.TRAINING, Doing.DISPATCHING, Doing.WAITING, Doing.CALLBACKS)
 # Native alignment, so that each number is written at once, and a reader never sees half of one.
 _FORM = struct.Struct(f"@qqqqqdd{len(Doing)}d")
 _ALIVE = struct.Struct("@q")

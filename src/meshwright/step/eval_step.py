@@ -43,11 +43,7 @@ Predict = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 @activity("compiling the evaluation")
 def compile_evaluation(
-    assembled: Assembled,
-    loss: Loss,
-    batch: Sequence[Any],
-    count: int,
-    warn: Callable[[str], None],
+    assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int, warn: Callable[[str], None]
 ) -> Evaluate:
     """Compile the evaluation for batches like this one, split into ``count`` microbatches.
 

@@ -95,13 +95,7 @@ class SvgPainter:
         """Draw a box without a label."""
         self.add(_rect(box, 3, f'fill="{fill}" fill-opacity="{opacity:g}"'))
 
-    def cell(
-        self,
-        box: Box,
-        cell: Cell,
-        *labels: tuple[float, str, str],
-        radius: int,
-    ) -> None:
+    def cell(self, box: Box, cell: Cell, *labels: tuple[float, str, str], radius: int) -> None:
         """Draw a cell, with centred texts: distance from the top, text and style."""
         x, y, width, _ = box
         texts = (_text(x + width / 2, y + down, text, f"{s} mid") for down, text, s in labels)

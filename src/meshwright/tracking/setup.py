@@ -97,10 +97,7 @@ def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Trac
 
 
 def _make_console(
-    console: Console | None,
-    folder: Path | None,
-    total_steps: int | None,
-    progress: bool | None,
+    console: Console | None, folder: Path | None, total_steps: int | None, progress: bool | None
 ) -> Tracker:
     from rich.console import Console
     from rich.text import Text

@@ -112,10 +112,7 @@ class Folder:
         headers = {file: read_header(self.path / file) for file in names}
         found = {(name, file): t for file in names for name, t in headers[file].items()}
         wanted = {(name, str(file)) for name, file in files.items()}
-        differing = {
-            "not found": wanted - found.keys(),
-            "not in the index": found.keys() - wanted,
-        }
+        differing = {"not found": wanted - found.keys(), "not in the index": found.keys() - wanted}
         reasons = [
             f"{what}: {listed([f'`{name}` in {file}' for name, file in sorted(each)], quote='')}"
             for what, each in differing.items()

@@ -188,10 +188,7 @@ def prediction_inputs(
 
 
 def predict(
-    programs: Programs,
-    state: TrainState,
-    data: Data,
-    function: Callable[[Any, Any], Any],
+    programs: Programs, state: TrainState, data: Data, function: Callable[[Any, Any], Any]
 ) -> Any:
     """Return ``function(model, batch)``, NumPy arrays of all samples, in the order of the data."""
     parts: list[Any] = []

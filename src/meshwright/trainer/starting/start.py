@@ -98,10 +98,7 @@ def find_start(
         return start
     result, initial = last, start.initial or start.state
     return replace(
-        start,
-        state=lambda: continued_state(result, programs),
-        initial=initial,
-        steps=result.steps,
+        start, state=lambda: continued_state(result, programs), initial=initial, steps=result.steps
     )
 
 
