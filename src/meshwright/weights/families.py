@@ -15,8 +15,7 @@ from meshwright.weights.family import Family, HfConfig
 from meshwright.weights.gemma3_names import GEMMA2, GEMMA3
 from meshwright.weights.gpt2_names import GPT2
 from meshwright.weights.hf_folder import CONFIG
-from meshwright.weights.llama_names import LLAMA, MISTRAL, PHI3, QWEN2
-from meshwright.weights.qwen3_names import QWEN3
+from meshwright.weights.llama_names import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from meshwright.weights.vit_names import VIT
 
 _ALL = (GPT2, GEMMA2, GEMMA3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, VIT)
