@@ -33,8 +33,8 @@ class Output:
             os.dup(result_descriptor), "w", encoding="utf-8", errors="backslashreplace"
         )
 
-    def result(self, value: Any, picture: RenderableType | None = None) -> None:
-        """Print the result: ``value`` as JSON, or ``picture`` for reading.
+    def result(self, value: Any, picture: RenderableType | None = None, *, text: str = "") -> None:
+        """Print the result: ``value`` as JSON, or ``picture`` or plain ``text`` for reading.
 
         JSON has no infinity and no NaN; both become null.
         """
@@ -46,6 +46,8 @@ class Output:
         elif picture is not None:
             # Lines that must not wrap, such as paths, are not cut off either.
             self.console().print(picture, crop=False)
+        elif text:
+            self.text(text)
         self._result.flush()
 
     def text(self, text: str) -> None:
