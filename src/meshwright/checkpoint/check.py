@@ -44,12 +44,7 @@ class Checked:
 
 
 def check_checkpoints(folder: Path, step: int | None = None) -> list[Checked]:
-    """Check the checkpoints in a folder, oldest first.
-
-    Args:
-        folder: the checkpoint folder.
-        step: the only one to check; None for all.
-    """
+    """Check the checkpoints in a folder, oldest first, or a single one."""
     reader = CheckpointReader(folder)
     if step is not None:
         return [check_checkpoint(reader, step)]
@@ -76,9 +71,7 @@ def check_checkpoint(reader: CheckpointReader, step: int) -> Checked:
     return Checked(step, arrays, size, "no checksums" if checksums is None else "sound")
 
 
-def _batches(
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
-) -> Iterator[dict[str, list[str]]]:
+def _batches(shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Iterator[dict[str, list[str]]]:
     """Yield the paths of arrays to read at a time, by group."""
     batch: dict[str, list[str]] = {}
     elements = 0

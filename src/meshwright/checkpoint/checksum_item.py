@@ -13,13 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from meshwright.checkpoint.checksums import (
-    ArraySum,
-    ArraySums,
-    json_checksum,
-    merge_sums,
-    sums_of,
-)
+from meshwright.checkpoint.checksums import ArraySum, ArraySums, json_checksum, merge_sums, sums_of
 
 CHECKSUMS = "checksums"
 """Name of the item on disk."""
@@ -27,13 +21,7 @@ CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class Checksums:
-    """The checksums of a checkpoint.
-
-    Attributes:
-        arrays: the checksum of every array, by group and path.
-        metadata: the checksum of the metadata.
-        loss: the loss that ranks the checkpoint, if it has one.
-    """
+    """The checksums of the arrays, by group and path, and of the metadata."""
 
     arrays: ArraySums
     metadata: int
@@ -51,12 +39,7 @@ class Checksums:
 
 
 class ChecksumHandler(ocp.AsyncCheckpointHandler):
-    """Writes checksums while Orbax writes the arrays.
-
-    Args:
-        process: the index of this process.
-        main: whether it writes the checksum of the metadata.
-    """
+    """Writes checksums while Orbax writes the arrays; the main process that of the metadata."""
 
     def __init__(self, process: int, *, main: bool) -> None:
         self._process, self._main = process, main
@@ -92,13 +75,7 @@ class ChecksumHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(ChecksumHandler, for_save=True)
 @dataclass
 class ChecksumSave(ocp.args.CheckpointArgs):
-    """What to compute checksums of.
-
-    Attributes:
-        state: the arrays, by group and path.
-        metadata: the metadata.
-        loss: the loss that ranks the checkpoint, if it has one.
-    """
+    """What to compute checksums of: the arrays by group and path, and the metadata."""
 
     state: Mapping[str, Mapping[str, Any]]
     metadata: Mapping[str, Any]

@@ -26,14 +26,7 @@ _COLUMNS = 2**12
 
 @dataclass(frozen=True)
 class ArraySum:
-    """The checksum of an array, or of the part of it that one process has.
-
-    Attributes:
-        shape: shape of the whole array.
-        dtype: name of its type.
-        elements: number of elements that are part of the sum.
-        total: the sum.
-    """
+    """The checksum of an array, or of the elements of it that one process has."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -69,10 +62,6 @@ def sums_of(groups: Mapping[str, Mapping[str, Any]], *, main: bool = True) -> Ar
     """Return the checksums of what this process holds of the arrays, by group and path.
 
     Every part of a JAX array is counted by one process; NumPy arrays are counted by the main one.
-
-    Args:
-        groups: arrays by group and path.
-        main: whether this is the main process.
     """
     return {
         f"{group}/{path}": _sum_of(array, main=main)
@@ -97,12 +86,7 @@ def json_checksum(value: Any) -> int:
 
 
 def block_sum(block: NDArray[Any], start: Sequence[int]) -> int:
-    """Return what a block of an array adds to the array's checksum.
-
-    Args:
-        block: the values of the block.
-        start: index of its first element in the whole array.
-    """
+    """Return what a block that starts at this index of an array adds to the array's checksum."""
     if block.size == 0:
         return 0
     # NumPy makes a scalar contiguous by giving it a dim.

@@ -17,23 +17,14 @@ _LONGEST_REASON = 400
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a checkpoint.
-
-    Attributes:
-        step: the step of the checkpoint.
-        problem: the damaged array or file, and how it shows.
-    """
+    """What is wrong with the checkpoint of a step: the array or file, and how it shows."""
 
     step: int
     problem: str
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint differs from what was saved, or cannot be read.
-
-    Attributes:
-        damage: what is wrong.
-    """
+    """A checkpoint differs from what was saved, or cannot be read."""
 
     def __init__(self, folder: Path, damage: Damage) -> None:
         self.damage = damage
@@ -46,13 +37,7 @@ class DamagedCheckpoint(UserError):
 
 
 def all_damaged(folder: Path, damaged: Sequence[Damage], fix: str) -> UserError:
-    """Return the error for a folder without a sound checkpoint.
-
-    Args:
-        folder: the checkpoint folder.
-        damaged: what is wrong with its checkpoints.
-        fix: what to do about it.
-    """
+    """Return the error for a checkpoint folder without a sound checkpoint."""
     names = [path.name for path in list_set_aside(folder)]
     return UserError(
         f"every checkpoint in {folder} is damaged",
@@ -62,14 +47,7 @@ def all_damaged(folder: Path, damaged: Sequence[Damage], fix: str) -> UserError:
 
 
 def reading_error(folder: Path, step: int, error: Exception, what: str = "") -> UserError:
-    """Return the error for a checkpoint whose reading raised an exception.
-
-    Args:
-        folder: the checkpoint folder.
-        step: the step of the checkpoint.
-        error: the exception.
-        what: what was being read.
-    """
+    """Return the error for an exception raised while ``what`` of a checkpoint was read."""
     if isinstance(error, UserError):
         return error
     problem = _unreadable(folder / str(step), str(error)) or ": ".join(
@@ -128,12 +106,7 @@ def missing_folder(path: Path) -> UserError:
 
 
 def no_checkpoint(path: Path, folder: Path) -> UserError:
-    """Return the error about a folder without checkpoints.
-
-    Args:
-        path: the folder that was named.
-        folder: where its checkpoints would be.
-    """
+    """Return the error about a path whose checkpoint folder has no checkpoints."""
     what = f"there is no checkpoint in {path}"
     if (path / _RUN_FILE).is_file():
         return UserError(

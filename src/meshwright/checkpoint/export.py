@@ -106,10 +106,8 @@ def choose_checkpoint(
 ) -> tuple[CheckpointReader, int]:
     """Return a reader of the checkpoints of a run, and the step of the one that is wanted.
 
-    Args:
-        path: a run folder, its checkpoint folder, or a single checkpoint.
-        step: which checkpoint; the newest by default.
-        which: instead of a number: last, or best, the one with the lowest evaluation loss.
+    The path is that of a run, its checkpoint folder or one checkpoint; ``which`` is last or best,
+    the one with the lowest evaluation loss.
     """
     folder, named = find_store(path)
     if step is not None:

@@ -31,8 +31,7 @@ def silence_orbax() -> None:
 def quiet_failures() -> Generator[list[Any]]:
     """Drop what is printed about operations that the failure of another one interrupted.
 
-    Yields:
-        A list to which the block appends its error, if it has one.
+    Yields a list to which the block appends its error.
     """
     before, log = sys.unraisablehook, logging.getLogger("asyncio")
     sys.unraisablehook, log.disabled = (lambda *_: None), True

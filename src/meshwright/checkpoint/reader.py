@@ -39,12 +39,9 @@ _ITEMS_FILE = "_CHECKPOINT_METADATA"
 
 
 class CheckpointReader:
-    """Reads the checkpoints in one folder, and never writes.
+    """Reads the checkpoints in one folder, which are named after their steps, and never writes.
 
     What differs from what was saved raises `DamagedCheckpoint`, with the name of the array or file.
-
-    Args:
-        folder: the folder, with one subfolder per checkpoint, named after its step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -165,12 +162,7 @@ class CheckpointReader:
         return arrays
 
     def read(self, step: int, paths: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-        """Read some arrays of a checkpoint as NumPy arrays, and check them.
-
-        Args:
-            step: the step of the checkpoint.
-            paths: paths of the arrays, by group.
-        """
+        """Read some arrays of a checkpoint, by group and path, as NumPy arrays, and check them."""
         arrays: dict[str, dict[str, NDArray[Any]]] = self._try(
             step, STATE, lambda: self._read_numpy(step, paths)
         )

@@ -28,13 +28,7 @@ from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
 from meshwright.checkpoint.reader import METADATA, STATE, CheckpointReader, has_readable_metrics
 from meshwright.errors import ANY, Setting, UserError, first_line
-from meshwright.processes import (
-    attempt_on_main,
-    broadcast,
-    is_main,
-    process_count,
-    process_index,
-)
+from meshwright.processes import attempt_on_main, broadcast, is_main, process_count, process_index
 from meshwright.text.units import human_bytes
 
 logger = logging.getLogger("meshwright.checkpoint")
@@ -47,11 +41,7 @@ _LEAST_SLICE = "_min_slice_bytes_for_replica_parallel"
 
 
 class StateNotFinite(Exception):
-    """A state was not saved because it is not finite.
-
-    Attributes:
-        step: the steps done.
-    """
+    """A state was not saved because it is not finite."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -60,14 +50,9 @@ class StateNotFinite(Exception):
 
 @dataclass(frozen=True)
 class Saved:
-    """The outcome of a save.
+    """The outcome of a save, which took ``seconds`` until everything was on disk.
 
-    Attributes:
-        step: the step that was saved.
-        seconds: time from the call until everything was on disk.
-        error: the exception of a failed save.
-        reason: why it failed, in one line with the numbers.
-        fix: what to do about it.
+    If it failed: the error, why in one line with the numbers, and what to do about it.
     """
 
     step: int
@@ -80,10 +65,7 @@ class Saved:
 class CheckpointStore:
     """Writes the checkpoints of one folder; every process must make the same calls.
 
-    Args:
-        folder: the folder, with one subfolder per checkpoint, named after its step.
-        keep_last: number of newest checkpoints to keep.
-        keep_best: number of checkpoints with the lowest loss to keep in addition.
+    The newest are kept and, in addition, those with the lowest loss.
     """
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
@@ -130,16 +112,11 @@ class CheckpointStore:
         loss: float | None = None,
         finite: Any = True,
     ) -> Saved | None:
-        """Write a checkpoint in the background.
+        """Write arrays in canonical form, which nothing else may donate, in the background.
 
-        Waits for the previous save first, and returns its outcome.
-
-        Args:
-            state: arrays in canonical form, which nothing else may donate.
-            metadata: what to record beside them.
-            loss: ranks checkpoints for ``keep_best``; None if it is not known.
-            finite: whether the state is finite, also as an array that is still being computed; if
-                not, nothing is written, and the outcome is `StateNotFinite`.
+        Waits for the previous save first, and returns its outcome. ``finite`` may still be being
+        computed; if it is false, nothing is written, and the outcome is `StateNotFinite`. The loss
+        ranks checkpoints for ``keep_best``.
         """
         previous = self.wait()
         self._pending = self._thread.submit(self._save, state, metadata, loss, finite)

@@ -18,12 +18,9 @@ _SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-di
 
 @dataclass(frozen=True)
 class Arguments:
-    """The parsed command line after ``meshwright``.
+    """The parsed command line after ``meshwright``; a switch has an empty value.
 
-    Attributes:
-        command: the command.
-        overrides: the overrides, or the words of a command without a config.
-        flags: the flags and their values; a switch has an empty value.
+    The overrides are plain words for a command without a config.
     """
 
     command: Command
@@ -44,12 +41,7 @@ class Arguments:
         return int(text)
 
     def words(self, *names: str, example: str) -> tuple[str, ...]:
-        """Return the words of a command without a config, of which there must be as many as names.
-
-        Args:
-            names: what the words are: ``a run``, ``a file``.
-            example: words that would be accepted.
-        """
+        """Return the words of a command without a config; there must be as many as names."""
         if len(self.overrides) != len(names):
             raise UserError(
                 f"{self.command.name} takes {' and '.join(names)}",

@@ -9,14 +9,9 @@ from meshwright.launch.flags import FLAGS as LAUNCH_FLAGS
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of one command, which Hydra does not see.
+    """A flag of one command, which Hydra does not see; one without a value is a switch.
 
-    Attributes:
-        name: its name, such as ``--steps``.
-        help: a help text of one line.
-        value: the placeholder of its value; empty for a switch. `SETTINGS` are all that follow, up
-            to the next flag.
-        formerly: a name that it used to have, which is still accepted.
+    The value `SETTINGS` is all that follow, up to the next flag. ``formerly`` is still accepted.
     """
 
     name: str
@@ -224,11 +219,7 @@ COMMANDS = {
                 Flag("--out", "where to write those; what is written already is kept", "FILE"),
                 Flag("--max-new-tokens", "the most new tokens (default 256)", "N"),
                 Flag("--min-new-tokens", "new tokens before a stop token may come", "N"),
-                Flag(
-                    "--temperature",
-                    "0 takes the likeliest (default: the folder's, or 0)",
-                    "T",
-                ),
+                Flag("--temperature", "0 takes the likeliest (default: the folder's, or 0)", "T"),
                 Flag("--top-k", "sample from the K likeliest tokens only", "K"),
                 Flag("--top-p", "sample from the likeliest tokens up to probability P", "P"),
                 Flag("--min-p", "sample from tokens with P of the likeliest's probability", "P"),

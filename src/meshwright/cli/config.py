@@ -52,10 +52,7 @@ def print_composed(arguments: Arguments, output: Output) -> int:
             f"--cfg {part} is not known", fix="write --cfg job, --cfg hydra or --cfg all"
         )
     text = compose_yaml(compose(arguments), part)
-    if output.as_json:
-        output.result(yaml.safe_load(text))
-    else:
-        output.text(text)
+    output.result(yaml.safe_load(text), text=text)
     return ExitCode.DONE
 
 

@@ -44,10 +44,7 @@ def run(arguments: Arguments, output: Output) -> int:
             num_bytes=sum(map(len, texts)) if len(texts) == len(documents) else None,
             placement=made.placement,
         )
-    if output.as_json:
-        output.result({**score.to_json(), "window": length})
-    else:
-        output.text(str(score))
+    output.result({**score.to_json(), "window": length}, text=str(score))
     return ExitCode.DONE
 
 

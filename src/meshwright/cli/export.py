@@ -26,11 +26,11 @@ def run(arguments: Arguments, output: Output) -> int:
     with activity(f"writing {words[1]}"):
         shapes = export_safetensors(*words, **chosen)
     count = sum(math.prod(shape) for shape in shapes.values())
-    if output.as_json:
-        listed = {name: list(shape) for name, shape in shapes.items()}
-        output.result({"file": words[1], "parameters": count, "tensors": listed})
-    else:
-        output.text(f"{words[1]}: {len(shapes)} tensors, {count:,} parameters")
+    listed = {name: list(shape) for name, shape in shapes.items()}
+    output.result(
+        {"file": words[1], "parameters": count, "tensors": listed},
+        text=f"{words[1]}: {len(shapes)} tensors, {count:,} parameters",
+    )
     return ExitCode.DONE
 
 
@@ -49,13 +49,11 @@ def _to_hf(arguments: Arguments, output: Output) -> int:
     with activity(f"writing {words[1]}"):
         exported = export_hf(*words, dtype=dtype, **chosen)
     assert exported is not None, "one process exports"
-    if output.as_json:
-        output.result({**asdict(exported), "folder": words[1]})
-    else:
-        output.text(
-            f"{words[1]}: {exported.architecture}, {len(exported.tensors)} tensors, "
-            f"{exported.parameters:,} parameters in {exported.dtype}"
-        )
+    output.result(
+        {**asdict(exported), "folder": words[1]},
+        text=f"{words[1]}: {exported.architecture}, {len(exported.tensors)} tensors, "
+        f"{exported.parameters:,} parameters in {exported.dtype}",
+    )
     return ExitCode.DONE
 
 
@@ -65,10 +63,8 @@ def _to_peft(arguments: Arguments, output: Output) -> int:
 
     with activity(f"writing {words[1]}"):
         names = export_peft(*words, **_chosen(arguments))
-    if output.as_json:
-        output.result({"folder": words[1], "tensors": names})
-    else:
-        output.text(f"{words[1]}: adapters of {len(names) // 2} layers")
+    text = f"{words[1]}: adapters of {len(names) // 2} layers"
+    output.result({"folder": words[1], "tensors": names}, text=text)
     return ExitCode.DONE
 
 

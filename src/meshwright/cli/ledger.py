@@ -13,11 +13,7 @@ def run(request: Request) -> int:
     remarks = request.report_unused_settings(request.plan())
     batch, assembled = assemble_first(request.trainer())
     ledger = make_ledger(assembled, batch)
-    report = {
-        **ledger.model_dump(mode="json"),
-        "suspicious": ledger.suspicious,
-        "remarks": remarks,
-    }
+    report = {**ledger.model_dump(mode="json"), "suspicious": ledger.suspicious, "remarks": remarks}
     request.output.result(report, ledger_picture(ledger))
     if request.config.strict and ledger.suspicious:
         raise _deviation_error(ledger)

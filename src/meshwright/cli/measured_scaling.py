@@ -40,15 +40,7 @@ SHARED_CORES = (
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """Steps on a number of devices.
-
-    Attributes:
-        num_devices: the number of devices.
-        mesh: axis sizes larger than 1.
-        units: tokens of a step; samples for data other than tokens.
-        seconds: median of the measured steps.
-        predicted_seconds: what is predicted for a step.
-    """
+    """Steps on a number of devices, in the median; units are tokens, or samples of other data."""
 
     num_devices: int
     mesh: dict[str, int]
@@ -75,12 +67,7 @@ class MeasuredPoint:
 
 
 def scaling_report(request: Request, steps: int) -> tuple[dict[str, Any], RenderableType]:
-    """Measure steps on 1, 2, 4 … devices; return the report as plain values, and for reading.
-
-    Args:
-        request: the command, whose mesh is resolved for each number of devices.
-        steps: steps that are timed on each.
-    """
+    """Measure steps on 1, 2, 4 … devices; return the report as plain values, and for reading."""
     points, unit, left_out = _measure(request, steps)
     config = request.config
     same = "global batch" if config.training.global_batch_size is not None else "batch per device"

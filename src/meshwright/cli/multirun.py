@@ -56,12 +56,7 @@ def run_sweep(arguments: Arguments, output: Output) -> int:
 
 
 def results_table(jobs: Sequence[Sequence[str]], sweep_dir: Path) -> Columns:
-    """Return the last and the lowest losses of all jobs; the best job has a star.
-
-    Args:
-        jobs: the overrides of each job.
-        sweep_dir: where the run folder of each job is, by its number.
-    """
+    """Return the last and the lowest losses of all jobs; the best job has a star."""
     varying = [n for n, words in enumerate(zip(*jobs, strict=True)) if len(set(words)) > 1]
     losses = [_losses(sweep_dir / str(number)) for number in range(len(jobs))]
     # By held-out data if all jobs have some.

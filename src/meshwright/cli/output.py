@@ -23,12 +23,7 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 class Output:
-    """The two streams of a command.
-
-    Attributes:
-        as_json: whether the result is printed as JSON instead of for reading.
-        silent: whether to print nothing, because another process does.
-    """
+    """The two streams of a command; in a silent process, another one prints."""
 
     def __init__(self, result_descriptor: int, *, as_json: bool, silent: bool = False) -> None:
         self.as_json = as_json
@@ -38,8 +33,8 @@ class Output:
             os.dup(result_descriptor), "w", encoding="utf-8", errors="backslashreplace"
         )
 
-    def result(self, value: Any, picture: RenderableType | None = None) -> None:
-        """Print the result: ``value`` as JSON, or ``picture`` for reading.
+    def result(self, value: Any, picture: RenderableType | None = None, *, text: str = "") -> None:
+        """Print the result: ``value`` as JSON, or ``picture`` or plain ``text`` for reading.
 
         JSON has no infinity and no NaN; both become null.
         """
@@ -51,6 +46,8 @@ class Output:
         elif picture is not None:
             # Lines that must not wrap, such as paths, are not cut off either.
             self.console().print(picture, crop=False)
+        elif text:
+            self.text(text)
         self._result.flush()
 
     def text(self, text: str) -> None:

@@ -20,8 +20,5 @@ def run(arguments: Arguments, output: Output) -> int:
     if record.facts["platform"] == "cpu" and not jax_has_started():
         simulate_devices(record.plan.num_devices)
     found = replay(record.folder)
-    if output.as_json:
-        output.result(found.to_json())
-    else:
-        output.text(str(found))
+    output.result(found.to_json(), text=str(found))
     return ExitCode.DONE if found.reproduced else ExitCode.CHECK_FAILED

@@ -31,10 +31,8 @@ def run(arguments: Arguments, output: Output) -> int:
     page = make_page([read_run(folder) for folder in shown], left_out=left_out)
     path = Path(arguments.flags.get("--out") or _default_path(named))
     write_file(path, page, fix="write --out FILE")
-    if output.as_json:
-        output.result({"report": str(path), "runs": [str(folder) for folder in shown]})
-    else:
-        output.text(str(path))
+    listed = {"report": str(path), "runs": [str(folder) for folder in shown]}
+    output.result(listed, text=str(path))
     return ExitCode.DONE
 
 

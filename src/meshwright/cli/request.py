@@ -38,14 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """The input of a command.
-
-    Attributes:
-        arguments: the command line.
-        composed: the config composed by Hydra.
-        config: the validated config.
-        output: prints results and messages.
-    """
+    """The input of a command: its words and its config, as composed by Hydra and validated."""
 
     arguments: Arguments
     composed: Composed
@@ -71,9 +64,7 @@ class Request:
     def report_unused_settings(self, plan: Plan, *, steps_flag: str = "") -> list[str]:
         """Print and return remarks about settings that have no effect.
 
-        Args:
-            plan: the plan.
-            steps_flag: the flag that says how many steps the command runs, if it has one.
+        ``steps_flag`` is the flag that says how many steps the command runs, if it has one.
         """
         from rich.text import Text
 
@@ -171,12 +162,7 @@ def describing(words: Sequence[str]) -> list[str]:
 
 
 def check_planned_model(request: Request, num_parameters: int) -> None:
-    """Refuse a plan that was made for another model, if none is written.
-
-    Args:
-        request: what was asked for.
-        num_parameters: of the default model.
-    """
+    """Refuse a plan that was made for another than the default model, if no model is written."""
     if not any(setting_group(word) == "model" for word in request.arguments.overrides):
         refuse_unnamed_model(request.config.plan, num_parameters)
 
@@ -215,8 +201,7 @@ def _with_plan(composed: Composed) -> Composed:
 def prepare_devices(config: Config, composed: Composed) -> Composed:
     """Simulate devices if asked and connect to other processes; must run before JAX starts.
 
-    Returns:
-        The config with the folders of process 0, because their names contain the time.
+    Folders become those of process 0, because their names contain the time.
     """
     from meshwright import processes
     from meshwright.launch.connect import connect_processes

@@ -63,12 +63,13 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
     least = decimal(arguments, "--threshold")
     found = summarize(groups, rewards.total(scored.values), 1.0 if least is None else least)
     means = {n: _mean(scored.values[:, f]) for f, n in enumerate(rewards.names)}
-    output.result({**found, "rewards": means, "prompts": len(groups), "preset": preset})
-    if not output.as_json:
-        shares = ", ".join(f"{n} {v:.1%}" for n, v in found.items() if n != "reward")
-        each = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-        what = f"{counted(len(groups), 'prompt')} × {counted(samples, 'completion')}, {preset}"
-        output.text(f"{shares}\nrewards: {each}\n{what}")
+    shares = ", ".join(f"{n} {v:.1%}" for n, v in found.items() if n != "reward")
+    each = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+    what = f"{counted(len(groups), 'prompt')} × {counted(samples, 'completion')}, {preset}"
+    output.result(
+        {**found, "rewards": means, "prompts": len(groups), "preset": preset},
+        text=f"{shares}\nrewards: {each}\n{what}",
+    )
     return ExitCode.DONE
 
 

@@ -67,12 +67,9 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path, keys: Mapping[str, type], example: str) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines; each has one of some keys.
+    """Return the objects in a file of JSON lines; each has one of some keys, of the right type.
 
-    Args:
-        path: the file.
-        keys: the keys and the types of their values; a line may be a text, for the first.
-        example: what a line may look like.
+    A line may also be a text, for the first key.
     """
     found: list[dict[str, Any]] = []
     for number, line in enumerate(read_text(path).splitlines(), start=1):

@@ -136,23 +136,15 @@ def _print_result(request: Request, plan: Plan, result: FitResult) -> None:
         "sample": sample,
         "grade": grade,
     }
-    if request.output.as_json:
-        request.output.result(report)
-        return
     # Plain text, because a wrapped path cannot be copied.
-    request.output.text("\n".join(_lines(result, sample, grade)))
+    request.output.result(report, text="\n".join(_lines(result, sample, grade)))
 
 
 def _lines(result: FitResult, sample: str | None, grade: str | None) -> list[str]:
     lines = str(result).splitlines()
     if sample:
-        lines += [
-            "",
-            "sample of generated text:",
-            *sample.splitlines(),
-            *([grade] if grade else []),
-            "",
-        ]
+        graded = [grade] if grade else []
+        lines += ["", "sample of generated text:", *sample.splitlines(), *graded, ""]
     if result.interrupted:
         lines.append(
             f"to resume: the same command with {shlex.quote(f'hydra.run.dir={result.run_dir}')}"

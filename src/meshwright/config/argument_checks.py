@@ -22,14 +22,7 @@ MOST_SAMPLES = 2**31 - 1
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], fix: str) -> None:
-    """Refuse an argument of the wrong type.
-
-    Args:
-        name: the name of the argument.
-        value: what was given.
-        kinds: the types it may have.
-        fix: what to write instead.
-    """
+    """Refuse an argument of the wrong type; ``fix`` says what to write instead."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
         raise wrong_kind(name, value, fix)
 
@@ -62,9 +55,7 @@ def clear_arguments(
 ) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
     """Make a function refuse arguments that it does not take, or lacks, with what to write.
 
-    Args:
-        name: what the function is called where it is called.
-        place: from an unknown argument and the function's own, where it belongs; empty if nowhere.
+    ``place`` says, from an unknown argument and the function's own, where it belongs, if anywhere.
     """
 
     def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:

@@ -198,7 +198,7 @@ SYNONYMS = {
 """Names that other tools use for a setting, and the last part of its key here."""
 
 _VALUES = {
-    "kernels": {"cudnn": "auto", "flash": "auto", "off": "none", "false": "none", "no": "none"},
+    "kernels": {"cudnn": "auto", "flash": "auto", "off": "none", "false": "none", "no": "none"}
 }
 """By setting, words that other tools use for its values."""
 
@@ -212,13 +212,7 @@ def meant_keys(name: str, known: Sequence[str]) -> list[str]:
 
 
 def suggest_value(key: str, written: object, choices: Sequence[str]) -> str:
-    """Return ``did you mean `x`?`` for the nearest choice, ignoring case and hyphens, or nothing.
-
-    Args:
-        key: the setting.
-        written: its value, which is not one of the choices.
-        choices: its allowed values.
-    """
+    """Return ``did you mean `x`?`` for the nearest choice, ignoring case and hyphens; else ""."""
     names = {**_VALUES.get(key, {}), **{choice: choice for choice in choices}}
     word = str(written).lower().replace("-", "_")
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)

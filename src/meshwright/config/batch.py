@@ -152,10 +152,6 @@ def check_file_batch(values: Mapping[str, Any], is_plan: Callable[[dict[str, Any
 
     People edit these numbers one by one. Missing or unknown keys and values that are not sizes are
     left to the schema.
-
-    Args:
-        values: the plan as it is in the file.
-        is_plan: whether the values of a plan are valid.
     """
     mesh, batch = values.get("mesh"), values.get("batch")
     if not isinstance(mesh, Mapping) or not isinstance(batch, Mapping):

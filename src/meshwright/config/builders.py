@@ -139,8 +139,7 @@ def _convert(section: str, key: str, value: Any, hint: Any) -> Any:
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"]
         raise UserError(
-            f"`{section}.{key}={shorten(value)}` is not valid",
-            why=message[0].lower() + message[1:],
+            f"`{section}.{key}={shorten(value)}` is not valid", why=message[0].lower() + message[1:]
         ) from None
     except Exception:
         # Pydantic has no schema for this annotation (an initializer, a dtype).
@@ -159,12 +158,7 @@ def _type_hints(builder: Builder) -> dict[str, Any]:
 
 
 def import_named(setting: str, name: str) -> Builder:
-    """Import the class or function ``package.module:Name`` of the user.
-
-    Args:
-        setting: the setting that names it, for messages.
-        name: its name, importable from the working directory or from installed packages.
-    """
+    """Import the user's ``package.module:Name``, of the working directory or installed."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module_name, _, attribute = name.partition(":")
@@ -184,12 +178,7 @@ def import_named(setting: str, name: str) -> Builder:
 
 
 def check_module_exists(setting: str, name: str) -> None:
-    """Raise if there is no package for ``package.module:Name``, without importing any code.
-
-    Args:
-        setting: the setting that names it, for messages.
-        name: the name of a class or function of the user.
-    """
+    """Raise if there is no package for ``package.module:Name``, without importing any code."""
     module = name.partition(":")[0]
     package = module.partition(".")[0]
     if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) is not None:

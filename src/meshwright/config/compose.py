@@ -33,18 +33,10 @@ _KIND_SECTIONS = tuple(
 
 @dataclass(frozen=True)
 class Composed:
-    """A config composed by Hydra.
+    """A config composed by Hydra, as plain values that are not validated yet.
 
-    Attributes:
-        values: the job's config as plain values, not yet validated.
-        choices: the file chosen for each group, in the order they apply.
-        overrides: the overrides as given.
-        run_dir: the run folder.
-        sweep_dir: the folder of a sweep.
-        hydra: Hydra's own settings.
-        config_dir: the user's own config directory, if any.
-        config_file: the saved config that the overrides change, if any.
-        read_from: by key, the file that a value was read from after composing.
+    ``choices`` has the file of each group, in the order they apply, and ``read_from`` the file
+    that a value was read from after composing. The overrides change ``config_file``, if any.
     """
 
     values: dict[str, Any]
@@ -61,13 +53,7 @@ class Composed:
 def compose_config(
     overrides: Sequence[str], config_dir: Path | None = None, config_file: Path | None = None
 ) -> Composed:
-    """Compose the config of one job; every mistake is a UserError.
-
-    Args:
-        overrides: what was written on the command line.
-        config_dir: the user's own config directory.
-        config_file: a saved config, which replaces the groups and their files.
-    """
+    """Compose the config of one job, or change a saved one; every mistake is a UserError."""
     parsed = parse_overrides(overrides)
     options = group_options(config_dir)
     if config_file is not None:

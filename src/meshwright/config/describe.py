@@ -35,14 +35,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class KeyDescription:
-    """One key of the config.
-
-    Attributes:
-        key: its dotted path.
-        meaning: what it means; empty if it is not documented.
-        default: its default as YAML; empty for a key that must be given.
-        allowed: the values it takes.
-    """
+    """One key of the config; its default is empty if it must be given."""
 
     key: str
     meaning: str

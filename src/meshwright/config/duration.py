@@ -15,13 +15,7 @@ _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Duration:
-    """How long to train; one of the three is set.
-
-    Attributes:
-        steps: optimizer steps.
-        epochs: passes over the data.
-        seconds: time, measured by process 0.
-    """
+    """How long to train, in steps, passes over the data, or seconds of process 0; one is set."""
 
     steps: int | None = None
     epochs: float | None = None

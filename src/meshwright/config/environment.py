@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from meshwright.config.launchers import (
-    ENVIRONMENT,
-    JAX,
-    SLURM,
-    Environ,
-    Found,
-    detect,
-    first,
-)
+from meshwright.config.launchers import ENVIRONMENT, JAX, SLURM, Environ, Found, detect, first
 from meshwright.errors import UserError
 
 _NUMBERS = ("world_size", "rank", "local_rank", "num_processes_per_node", "num_nodes")
@@ -23,12 +15,8 @@ _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 def read_environment(environ: Environ, known: Collection[str] = ()) -> dict[str, Any]:
     """Return the process settings that the environment gives.
 
-    Args:
-        environ: environment variables.
-        known: settings that are known from elsewhere and may be missing.
-
-    Raises:
-        UserError: two launchers contradict each other, or some required variables are not set.
+    Launchers that contradict each other are refused, and so are missing settings, unless they are
+    ``known`` from elsewhere.
     """
     found = detect(environ)
     _refuse_contradictions(found, environ)

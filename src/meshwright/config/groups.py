@@ -44,8 +44,7 @@ def refuse_folder(choice: str) -> None:
         )
     if (folder / "config.json").is_file():
         raise UserError(
-            f"`model={choice}` is a folder of weights",
-            fix=f"write model=hf model.weights={choice}",
+            f"`model={choice}` is a folder of weights", fix=f"write model=hf model.weights={choice}"
         )
     if is_hub_name(choice):
         name = choice.rpartition("/")[2]

@@ -20,14 +20,9 @@ Variables = tuple[str, ...]
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """Where process 0 listens.
+    """Where process 0 listens, and the variables that say so; a port of None is the default.
 
-    Attributes:
-        host: its host name or address.
-        port: its port; None for the default.
-        variables: the variables that say so.
-        is_given: whether it was set explicitly, so that another address contradicts it. An address
-            that is derived from a list of machines contradicts nothing.
+    An address that was given contradicts others; one derived from a list of machines does not.
     """
 
     host: str
@@ -86,16 +81,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Found:
-    """What a launcher says about this process.
-
-    Attributes:
-        launcher: the launcher.
-        numbers: rank, world_size, local_rank, num_processes_per_node, num_nodes and node_rank, as
-            far as they are set.
-        address: where process 0 listens; None if the launcher does not say.
-        job: the name of the run; empty if it has none.
-        variables: by setting, the variable it was read from.
-    """
+    """What a launcher says about this process, and the variable that each setting was read from."""
 
     launcher: Launcher
     numbers: dict[str, int] = field(default_factory=dict[str, int])
@@ -176,10 +162,8 @@ def first_host(nodelist: str) -> str:
 def split_address(source: str, address: str, *, default_port: int | None = None) -> tuple[str, int]:
     """Return the host and the port of ``host:port``; IPv6 addresses are in brackets.
 
-    Args:
-        source: the variable or flag with the address, for messages.
-        address: the address.
-        default_port: the port if the address has none; without it, such an address is refused.
+    Without a ``default_port``, an address that has no port is refused. ``source`` is its flag or
+    variable.
     """
     host, colon, port = address.rpartition(":")
     bare = re.fullmatch(r"[^:]+|\[[^\]]*\]", address)

@@ -66,13 +66,7 @@ def group_size(pipeline: PipelineConfig, stages: int) -> int:
 
 
 def nearest_microbatches(total: int, near: int, multiple_of: int = 1) -> list[int]:
-    """Return the divisors of ``total`` on both sides of ``near``, or the two nearest on one side.
-
-    Args:
-        total: what microbatches divide.
-        near: how many microbatches were asked for.
-        multiple_of: what the divisors are multiples of.
-    """
+    """Return divisors of ``total`` on both sides of ``near``, or the two nearest on one side."""
     fitting = [n for n in range(multiple_of, total + 1, multiple_of) if total % n == 0]
     below, above = [n for n in fitting if n <= near], [n for n in fitting if n > near]
     return [below[-1], above[0]] if below and above else below[-2:] or above[:2]
@@ -86,15 +80,7 @@ def multiples_around(number: int, of: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _BatchRequest:
-    """What is known about a batch before its microbatches are counted.
-
-    Attributes:
-        stages: pipeline stages.
-        replicas: groups of devices with different samples.
-        group: what the number of microbatches must be a multiple of.
-        samples: samples of a step, if given.
-        micro: samples per device and microbatch, if given.
-    """
+    """What is known about a batch before its microbatches, a multiple of ``group``, are counted."""
 
     stages: int
     replicas: int

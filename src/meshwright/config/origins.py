@@ -17,14 +17,7 @@ from meshwright.text.masking import mask_text, mask_value
 
 @dataclass(frozen=True)
 class Origin:
-    """One value and what set it.
-
-    Attributes:
-        key: dotted path.
-        value: the value in force.
-        source: ``default``, ``file`` or ``override``.
-        detail: the file's name or the override as typed; empty for a default.
-    """
+    """One value and what set it: ``default``, ``file`` or ``override``, and which of them."""
 
     key: str
     value: Any

@@ -24,12 +24,7 @@ BLOCK_RECORDS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRecords(RecordFiles):
-    """One record per entry of an ArrayRecord file.
-
-    Attributes:
-        content: what the bytes of a record hold: json, text or tokens.
-        dtype: type of the token ids.
-    """
+    """One record per entry of an ArrayRecord file: json, text, or token ids of some type."""
 
     content: Content = "json"
     dtype: TokenType = "uint16"

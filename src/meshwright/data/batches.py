@@ -18,12 +18,7 @@ from meshwright.trees import check_num_samples
 
 @dataclass(frozen=True)
 class BatchForm:
-    """What every batch has in common, since the step is compiled for it.
-
-    Attributes:
-        tree: how the arrays are nested.
-        arrays: shape and dtype of each array by its path.
-    """
+    """How arrays are nested, and shape and dtype of each, in all batches of a compiled step."""
 
     tree: Any
     arrays: dict[str, tuple[tuple[int, ...], Any]]
@@ -48,10 +43,7 @@ def read_batches(
 ) -> Iterator[Any]:
     """Yield batches as arrays JAX accepts; all must have the same structure and shapes.
 
-    Args:
-        batches: what the data returned.
-        expected: the structure and shapes; those of the first by default.
-        name: names a batch by its number from 0, for messages.
+    By default those of the first. Messages name a batch by its number from 0.
     """
     for number, given in enumerate(batches):
         batch = read_batch(given, name(number))

@@ -31,9 +31,7 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 class BuildLock:
     """A lock that the system releases when its process ends, for whatever reason.
 
-    Attributes:
-        path: the lock's file, which its last holder removes.
-        exclusive: whether others are really kept out; some file systems have no locks.
+    Its last holder removes the file. Some file systems have no locks: those are not exclusive.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,15 +159,7 @@ Write = Callable[[PartialEntry, Progress], dict[str, Any]]
 def build_once(folder: Path, what: str, dtypes: Mapping[str, Any], write: Write) -> Entry:
     """Return the entry of a folder; if there is none, build it, or wait until another process has.
 
-    Args:
-        folder: the folder.
-        what: what is being done, for messages.
-        dtypes: the arrays of the entry and their types.
-        write: writes them.
-
-    Raises:
-        OSError: there is none, and the folder cannot be written to.
-        EnvironmentProblem: the disk is full.
+    An OSError says that there is none, and the folder cannot be written to.
     """
     with suppress(Damaged):
         if entry := open_entry(folder):

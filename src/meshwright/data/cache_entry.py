@@ -30,14 +30,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """A complete entry.
-
-    Attributes:
-        folder: where it is.
-        facts: what its writer stored about it.
-        dtypes: the type of each array.
-        lengths: the number of elements of each array.
-    """
+    """A complete entry: types and lengths of its arrays, and what its writer stored about it."""
 
     folder: Path
     facts: dict[str, Any]
@@ -51,11 +44,7 @@ class Entry:
 
 
 def open_entry(folder: Path) -> Entry | None:
-    """Return a complete entry; None if there is none.
-
-    Raises:
-        Damaged: sizes or checksums are not those that were written.
-    """
+    """Return a complete entry, None if there is none; one that is damaged raises `Damaged`."""
     try:
         text = (folder / CONTENT).read_bytes()
     except FileNotFoundError:
@@ -94,11 +83,9 @@ def spot_checksum(file: Path) -> int:
 
 
 class PartialEntry:
-    """An entry that is being written, and that another process may finish.
+    """An entry that is being written beside its final place, and that another process may finish.
 
-    Attributes:
-        folder: where it is written, beside its final place.
-        progress: what a process that did not finish noted last; empty at the start.
+    ``progress`` is what a process that did not finish noted last; empty at the start.
     """
 
     def __init__(self, folder: Path, dtypes: Mapping[str, Any]) -> None:

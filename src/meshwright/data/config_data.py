@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwright.config.builders import (
-    Builder,
-    build,
-    check_arguments,
-    find_builder,
-    parameters_of,
-)
+from meshwright.config.builders import Builder, build, check_arguments, find_builder, parameters_of
 from meshwright.config.schema import DataConfig
 from meshwright.data.indexed_data import SourceData, SyntheticData
 from meshwright.data.initial_fields import with_initial_fields
@@ -57,11 +51,8 @@ _HELD_OUT_STREAM = (1,)
 class ConfigData:
     """The data of a config.
 
-    Attributes:
-        section: the data section.
-        seed: seed of the run.
-        shared: sizes of the task and the model, which are defaults of the source's arguments.
-        task: the task, which makes the batches of ``data=synthetic``.
+    Sizes of the task and the model are ``shared``: defaults of the source's arguments. The task
+    makes the batches of ``data=synthetic``.
     """
 
     section: DataConfig

@@ -21,13 +21,9 @@ CANNOT_BE_READ = ("cannot be read", "repair the record")
 
 @dataclass
 class CorruptRecords:
-    """Handles the records of a dataset that cannot be read.
+    """Stops at the records of a dataset that cannot be read, or skips and counts them.
 
-    Attributes:
-        policy: stop with an error, or skip.
-        count: records skipped so far.
-        first: what was wrong with the first of them.
-        wrong: what is said about such a record, and what to do about it.
+    ``wrong`` is what is said about such a record, and what to do about it.
     """
 
     policy: OnCorrupt

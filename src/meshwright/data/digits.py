@@ -33,10 +33,7 @@ _GLYPHS = (
 class DigitSource:
     """Images of digits, shifted, rotated, scaled and noisy; sample i is always the same.
 
-    Args:
-        input_shape: shape of an image, with 784 elements.
-        input_name: the name of the images in the batch.
-        num_samples: number of images.
+    The shape of an image has 784 elements.
     """
 
     def __init__(

@@ -25,14 +25,10 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[S
 
 @dataclass(frozen=True)
 class DocumentMarks:
-    """What every document starts and ends with.
+    """The tokens before and after every document, also in words.
 
-    Attributes:
-        start: the tokens before a document.
-        end: the tokens after it.
-        text: both in words.
-        names: the special tokens by their keys in tokenizer_config.json.
-        remarks: what in the files has no effect, although it seems to.
+    ``names`` are the special tokens by their keys in tokenizer_config.json; ``remarks`` say what in
+    the files has no effect, although it seems to.
     """
 
     start: tuple[int, ...] = ()

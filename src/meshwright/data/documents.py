@@ -31,15 +31,10 @@ BATCH_SIZE = 2**21
 
 @dataclass(frozen=True)
 class DocumentBlock:
-    """Consecutive documents of a file.
+    """Consecutive documents of a file, texts or arrays of tokens, or pieces of a single one.
 
-    Attributes:
-        documents: texts, or arrays of tokens.
-        after: where reading continues after them.
-        done: bytes of all files that have been read.
-        skipped: where corrupt records are in the file, and what is wrong with them.
-        is_piece: whether ``documents`` are pieces of a single document.
-        continues: whether that document continues in the next block.
+    Reading continues ``after`` them, ``done`` bytes of all files having been read. Corrupt records
+    are ``skipped``: where they are, and what is wrong with them.
     """
 
     documents: Sequence[Document]
@@ -52,14 +47,10 @@ class DocumentBlock:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The tokens of some documents.
+    """The tokens of some documents, with their marks, and where each of these ends.
 
-    Attributes:
-        tokens: their tokens, each document with what it starts and ends with.
-        ends: where each document ends in them.
-        after: where reading continues after them; None inside a document.
-        done: bytes of all files that have been read.
-        skipped: the corrupt records among them, with the number of their file.
+    Reading continues ``after`` them, or in None inside a document, ``done`` bytes of all files
+    having been read. Corrupt records have the number of their file.
     """
 
     tokens: NDArray[Any]

@@ -31,12 +31,7 @@ class Expected:
     training: bool = True
 
     def are_samples(self, element: Any, name: str) -> bool:
-        """Whether an element is a sample and not a batch; raise if it could be either.
-
-        Args:
-            element: the first element of the data.
-            name: what the data is, for messages.
-        """
+        """Whether the first element is a sample and not a batch; raise if it could be either."""
         shapes = leaf_shapes(element)
         if self.like is not None:
             known = _compare(shapes, form_of(self.like).arrays, name)

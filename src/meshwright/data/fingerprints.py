@@ -41,13 +41,7 @@ Stamp = list[int]
 
 
 def digests(files: Sequence[Path], folder: Path, report: Report) -> list[str]:
-    """Return the SHA-256 digest of each file.
-
-    Args:
-        files: the files.
-        folder: where digests are kept, if it can be written to.
-        report: receives the progress as text.
-    """
+    """Return the SHA-256 digest of each file; they are kept in the folder, if it can be written."""
     # By absolute name, with links unresolved: a link has the stamp of its target.
     names = [os.path.abspath(file) for file in files]
     memory = folder / f"{hashlib.sha256(repr(names).encode()).hexdigest()[:32]}.json"

@@ -26,11 +26,7 @@ from meshwright.text.units import a_type
 def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) -> Data | None:
     """Return a dataset of another library as `Data`; None if it is not one.
 
-    Args:
-        given: what the user passed.
-        seed: seed of the order, where Meshwright chooses it.
-        expected: what is known about the elements.
-        samples: whether the user says that they are samples.
+    The seed is for orders that Meshwright chooses; ``samples`` is what the user says they are.
     """
     if "grain" in sys.modules and (found := _grain(given, expected, samples=samples)) is not None:
         return found
@@ -56,8 +52,7 @@ def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) ->
 class MapSamples(Data):
     """Samples of a Grain `MapDataset`, in the order and with the shuffling it was given.
 
-    Attributes:
-        dataset: the dataset; items beyond its length are those of further epochs.
+    Items beyond its length are those of further epochs.
     """
 
     dataset: Any
@@ -175,11 +170,7 @@ def _stream(
     again: str = READ_AGAIN,
 ) -> IterableData:
     read = IterableData(
-        open=opener,
-        name=f"the {type(given).__name__}",
-        once=once,
-        repeat=not once,
-        again=again,
+        open=opener, name=f"the {type(given).__name__}", once=once, repeat=not once, again=again
     )
     return read if batches else read.with_elements(expected, samples=samples)
 

@@ -115,11 +115,7 @@ class ImageFolder:
     """Images in files, one folder per class, read when they are needed.
 
     With ``on_corrupt=skip``, a file that is not an image is replaced by the next one that is, so
-    that the numbers of all other samples stay the same.
-
-    Attributes:
-        files: the image files, sorted by class.
-        classes: the names of the folders; a label is an index into them.
+    that the numbers of all other samples stay the same. A label is an index into the classes.
     """
 
     def __init__(

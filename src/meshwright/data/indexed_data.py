@@ -21,12 +21,9 @@ from meshwright.errors import UserError
 
 @dataclass(frozen=True)
 class SourceData(Data):
-    """Batches read from a source in the global order.
+    """Batches read from a source in the global order, shuffled anew each epoch if asked for.
 
-    Attributes:
-        source: the samples. It may also have ``fingerprint()``, ``describe()`` and ``tokenizer``.
-        seed: seed of the run.
-        shuffle: whether each epoch is shuffled anew.
+    The source may also have ``fingerprint()``, ``describe()`` and ``tokenizer``.
     """
 
     source: Source
@@ -84,13 +81,7 @@ class SourceData(Data):
 
 @dataclass(frozen=True)
 class SyntheticData(Data):
-    """Synthetic batches made by the task, different for every step.
-
-    Attributes:
-        make: makes a batch from a seed and a size.
-        seed: seed of the run.
-        stream: further seeds that distinguish these batches from others of the same run.
-    """
+    """Batches made from a seed and a size, different for every step and every ``stream``."""
 
     make: Callable[[int, int], HostBatch]
     seed: int
@@ -137,11 +128,9 @@ ENDLESS = 2**40
 class SequenceData(Data):
     """Batches in a list, or in anything else with a length and items.
 
-    Attributes:
-        batches: the batches.
-        cycle: begin again after the last one instead of ending.
-        own_epochs: items beyond the length are those of further epochs, as in Grain.
-        training: a short last batch is left out, since a step is compiled for one size.
+    ``cycle`` begins again after the last one; with ``own_epochs``, as in Grain, items beyond the
+    length are those of further epochs. In ``training``, a short last batch is left out, since a
+    step is compiled for one size.
     """
 
     batches: Sequence[Any]

@@ -21,9 +21,7 @@ Table = dict[str, NDArray[np.float32]]
 class InitialFields(SourceData):
     """Batches of a source with fields from a table, by the numbers of the samples.
 
-    Attributes:
-        names: the fields; 0 until the table has them.
-        table: their values, filled where a run starts.
+    They are 0 until the table is filled where a run starts.
     """
 
     names: Sequence[str] = ()
@@ -48,12 +46,7 @@ def with_initial_fields(data: Data, task: Any, tables: dict[str, Table] | None =
 
     These are the names in its ``initial_names``, which its ``initial_fields(model, batch)`` returns
     with one number per sample. Data that bring them stay as they are, and so do those whose samples
-    have no numbers.
-
-    Args:
-        data: the data.
-        task: the task.
-        tables: tables that are known, by the fingerprint of their data; a new one is added.
+    have no numbers. New tables are added to those known, by the fingerprint of their data.
     """
     names = tuple(getattr(task, "initial_names", ()))
     plain = type(data) is SourceData

@@ -54,17 +54,10 @@ def load_batches(
 ) -> BatchStream:
     """Read the batches of the steps ``start``, ``start + 1``, … up to ``stop``, ahead of time.
 
-    Reading begins at once. Which batches come, and in which order, depends on neither ``workers``
-    nor ``prefetch``.
-
-    Args:
-        data: where they come from.
-        batch_size: samples of the global batch.
-        start: the first step.
-        stop: the step to stop before; None reads until the data end.
-        rows: the rows of the global batch to read; all by default.
-        workers: processes that read; 0 reads in threads of this process.
-        prefetch: batches to read ahead; 0 reads each batch when it is needed.
+    Reading begins at once, in ``workers`` processes, or in threads if there are none. Which
+    batches come, and in which order, depends on neither ``workers`` nor ``prefetch``, which may be
+    0 to read each when it is needed. Without ``stop``, the data end; without ``rows``, all rows of
+    the global batch are read.
     """
     # Most commands read no data, and Grain takes long to import.
     import grain

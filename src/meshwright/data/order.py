@@ -29,18 +29,11 @@ def sample_ids(
     rows: NDArray[np.int64] | None = None,
     shuffle: bool = True,
 ) -> NDArray[np.int64]:
-    """Return the samples of one step: epoch after epoch, each shuffled anew.
+    """Return the samples of one step, from 0: epoch after epoch, each shuffled anew or in order.
 
     The result does not depend on processes, devices or earlier calls, so any process can compute
-    the rows it needs, and a resumed run sees the same samples as an uninterrupted one.
-
-    Args:
-        seed: seed of the run.
-        step: the step, from 0.
-        batch_size: samples of the global batch.
-        num_samples: samples of the dataset; an epoch has each exactly once.
-        rows: the rows of the batch to return; all by default.
-        shuffle: whether each epoch is shuffled anew, or goes through the samples in order.
+    the rows it needs, and a resumed run sees the same samples as an uninterrupted one. An epoch has
+    each of ``num_samples`` exactly once.
     """
     places = np.arange(batch_size, dtype=np.int64) if rows is None else rows
     epochs, places = np.divmod(step * batch_size + places, num_samples)
@@ -113,11 +106,6 @@ class SplitSource:
     Of every ``every`` consecutive samples one is held out, at a pseudorandom position, so that
     sorted and cyclic data are split evenly. The split depends on nothing but the numbers of the
     samples, so it is the same in every run.
-
-    Attributes:
-        source: the samples.
-        every: one sample in this many is held out.
-        part: which of the two parts this is.
     """
 
     source: Source

@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
 from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
-from meshwright.data.documents import (
-    Document,
-    DocumentBlock,
-    Item,
-    Packing,
-    Position,
-    check_text,
-)
+from meshwright.data.documents import Document, DocumentBlock, Item, Packing, Position, check_text
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus, nothing
@@ -32,13 +25,9 @@ from meshwright.text.units import a_type
 
 @dataclass(frozen=True)
 class RawBlock:
-    """Consecutive records of a file, not parsed yet.
+    """Consecutive records of a file by number, not parsed yet; ``done`` is its share read so far.
 
-    Attributes:
-        records: the number of each record in its file, and its content.
-        after: where reading continues after them.
-        done: the part of the file that has been read, from 0 to 1.
-        note: what a message about one of them adds to its number.
+    Reading continues ``after`` them. A message about one adds the ``note`` to its number.
     """
 
     records: Sequence[tuple[int, Any]]
@@ -163,12 +152,8 @@ def document_blocks(
 ) -> Iterator[DocumentBlock]:
     """Yield the documents of files from a position on.
 
-    Args:
-        records: the format.
-        files: the files.
-        position: where to begin.
-        read: returns what a record holds; a ValueError says what is wrong with it.
-        finish: makes documents of what some records hold.
+    ``read`` returns what a record holds, or raises a ValueError about it; ``finish`` makes
+    documents of what some records hold.
     """
     sizes = [file.stat().st_size for file in files]
     first, *start = position

@@ -28,11 +28,9 @@ class Samples:
 
 @dataclass(frozen=True)
 class SampleSource:
-    """The samples of a dataset with a length and items, which are read one by one.
+    """The samples of a dataset with ``len`` and ``dataset[number]``, read one by one.
 
-    Attributes:
-        dataset: a list, or an object with ``len(dataset)`` and ``dataset[number]``.
-        sequential: whether it is read by one thread at a time; it is the user's code.
+    It is the user's code: if ``sequential``, one thread at a time reads it.
     """
 
     dataset: Any
@@ -93,12 +91,7 @@ def _column(name: str, values: Any, ids: NDArray[np.int64]) -> Any:
 
 
 def stack_samples(samples: Sequence[Any], numbers: Sequence[int]) -> Any:
-    """Return a batch with one row per sample, nested as the samples are.
-
-    Args:
-        samples: at least one; numbers, arrays, tensors, and dicts or tuples of them.
-        numbers: which samples they are, for messages.
-    """
+    """Return a batch with one row per sample, nested as they are; numbers are for messages."""
     read = [_flatten(sample, number) for sample, number in zip(samples, numbers, strict=True)]
     first, tree = read[0]
     for (leaves, own_tree), number in zip(read, numbers, strict=True):

@@ -76,12 +76,7 @@ class IterableData(Data):
         return self.length is None
 
     def with_elements(self, expected: Expected, *, samples: bool) -> IterableData:
-        """Find out whether the elements are samples or batches, unless that is known; return self.
-
-        Args:
-            expected: what is known about the elements.
-            samples: whether the user says that they are samples.
-        """
+        """Find out if the elements are samples or batches, unless the user says; return self."""
         first = None if samples else self._first()
         self.samples = samples or (first is not None and expected.are_samples(first, self.name))
         return self
@@ -214,8 +209,7 @@ class IterableData(Data):
     def _next_element(self, *, within: bool = False) -> Any:
         """Return the next element, of the next epoch at the end of one.
 
-        Args:
-            within: whether it completes a batch; the last epoch may borrow from another.
+        The last epoch may borrow from another to complete a batch (``within``).
         """
         for _ in range(2):
             if self.epochs is not None and self._epoch >= self.epochs and not within:

@@ -40,15 +40,8 @@ NOTE_SECONDS = 5.0
 class Corpus:
     """Files of documents, and everything that their tokens depend on.
 
-    Attributes:
-        name: where the documents come from, for messages.
-        files: the files, in order.
-        tokenizer: tokenizes texts and ends documents; None if documents come as tokens.
-        dtype: the type of the tokens.
-        settings: what else changes the tokens.
-        read: yields the documents from a position on.
-        on_corrupt: what to do about a record that cannot be read.
-        wrong: what is said about such a record, and what to do about it.
+    The tokenizer is None if documents come as tokens. ``read`` yields the documents from a position
+    on; ``wrong`` is what is said about a record that cannot be read.
     """
 
     name: str
@@ -61,13 +54,7 @@ class Corpus:
     wrong: tuple[str, str] = CANNOT_BE_READ
 
     def rows(self, cache_dir: str | None, packing: Packing, sequence_length: int) -> Source:
-        """Return the documents as rows of tokens, which are read from the cache.
-
-        Args:
-            cache_dir: the folder of the cache; None for the user's cache folder.
-            packing: how documents become rows.
-            sequence_length: tokens the model sees per row.
-        """
+        """Return the documents as rows of tokens, which are read from the cache."""
         entry, corrupt = self.cached(cache_dir)
         tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
         self._tell_marks(entry, packing)
@@ -229,20 +216,11 @@ def tell(line: str) -> None:
 
 
 def packed(
-    entry: Entry,
-    suffix: str,
-    parts: Callable[[], Iterator[PackedPart]],
-    row_length: int,
-    name: str,
+    entry: Entry, suffix: str, parts: Callable[[], Iterator[PackedPart]], row_length: int, name: str
 ) -> PackingIndex:
     """Return how documents are packed into rows of one length: beside the tokens in the cache.
 
-    Args:
-        entry: the tokens.
-        suffix: distinguishes this way to pack them from others.
-        parts: packs them.
-        row_length: tokens of a row.
-        name: where the documents come from, for messages.
+    The suffix distinguishes this way to pack them from others.
     """
     width = np.dtype(entry.dtypes["tokens"]).itemsize
 

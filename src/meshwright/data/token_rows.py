@@ -85,12 +85,7 @@ class StreamRows:
 class PackedRows:
     """Rows packed from whole documents, which ``segment_ids`` distinguish.
 
-    Attributes:
-        tokens: all documents, concatenated.
-        boundaries: document i is ``tokens[boundaries[i]:boundaries[i + 1]]``.
-        index: how the documents are packed.
-        name: where the tokens come from, for messages.
-        tokenizer: decodes the tokens.
+    Document i is ``tokens[boundaries[i]:boundaries[i + 1]]``; the index says how they are packed.
     """
 
     tokens: NDArray[Any]

@@ -27,12 +27,9 @@ Tokens = NDArray[Any]
 
 
 class Tokenizer(ABC):
-    """Turns text into tokens and back.
+    """Turns text into tokens and back; documents start and end with its marks.
 
-    Attributes:
-        vocab_size: upper bound of the tokens, exclusive.
-        marks: what documents start and end with.
-        version: the version of its tokens; None if they are the same in all versions.
+    ``version`` is that of its tokens; None if they are the same in all versions.
     """
 
     vocab_size: int

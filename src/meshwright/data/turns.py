@@ -19,12 +19,9 @@ Stage = tuple[int, tuple[Fraction, ...]]
 
 
 class Place(NamedTuple):
-    """Where an assignment is.
+    """Where an assignment is: rows so far, and how many each source gave.
 
-    Attributes:
-        row: rows assigned so far.
-        counts: the rows that each source gave.
-        owed: the share of each source in them, less its count, in parts of a row.
+    ``owed`` is the share of each source in them, less its count, in parts of a row.
     """
 
     row: int
@@ -38,9 +35,6 @@ class Turns:
     Rows are jobs with deadlines (Tijdeman's chairman assignment): of the sources that may give a
     row without getting too far ahead, the one that would first be too far behind gives it. The
     source that is owed most would not do: with many small shares, several are due at once.
-
-    Args:
-        stages: what rows depend on, the first from row 0 on.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:

@@ -43,12 +43,7 @@ _ANY = Expected()
 
 @dataclass(frozen=True)
 class FunctionData(Data):
-    """Batches returned by a function of the step and the batch size.
-
-    Attributes:
-        function: called as ``function(step=…, batch_size=…)``; returns the whole global batch.
-        name: the function's name, for messages.
-    """
+    """Batches returned by ``function(step=…, batch_size=…)``, each the whole global batch."""
 
     function: Callable[..., HostBatch]
     name: str = "function"
@@ -134,11 +129,7 @@ class DataAdapter(Data):
 
 
 def as_data(
-    given: Any,
-    seed: int = 0,
-    *,
-    expected: Expected = _ANY,
-    num_processes: int | None = None,
+    given: Any, seed: int = 0, *, expected: Expected = _ANY, num_processes: int | None = None
 ) -> Data:
     """Return the data a user passes for training as `Data`.
 

@@ -37,12 +37,7 @@ _WHICH = "name the plan.yaml of `meshwright plan --out plan.yaml`, or of a run f
 
 @dataclass(frozen=True)
 class Planned:
-    """A config whose plan was read from a file.
-
-    Attributes:
-        values: the config.
-        origins: the file that each value comes from, by key.
-    """
+    """A config whose plan was read from a file, and the file that each value comes from."""
 
     values: dict[str, Any]
     origins: dict[str, str]
@@ -57,12 +52,7 @@ def made_for_settings(path: str) -> list[str]:
 
 
 def other_model(path: str | None, num_parameters: int) -> list[str]:
-    """Return a warning if a plan was made for a model of another size.
-
-    Args:
-        path: the file of the plan; None if there is none.
-        num_parameters: of the model that is trained.
-    """
+    """Return a warning if a plan was made for a model of another size than the one trained."""
     known = {} if path is None else _made_for(path)
     count = known.get("parameters")
     if not isinstance(count, int) or count == num_parameters:
@@ -75,12 +65,7 @@ def other_model(path: str | None, num_parameters: int) -> list[str]:
 
 
 def refuse_unnamed_model(path: str | None, num_parameters: int) -> None:
-    """Refuse a plan for another model than the default one, if no model was written.
-
-    Args:
-        path: the file of the plan; None if there is none.
-        num_parameters: of the default model.
-    """
+    """Refuse a plan for another model than the default one, if no model was written."""
     remarks = other_model(path, num_parameters)
     if path is None or not remarks:
         return
@@ -146,9 +131,7 @@ def _is_planned(key: str) -> bool:
 def apply_plan_file(values: Mapping[str, Any], decided: Collection[str]) -> Planned:
     """Return a config with the settings of the file that `plan` names, if any.
 
-    Args:
-        values: the composed config, not validated yet.
-        decided: keys that the user has set; one that the plan sets to another value is an error.
+    A key that the user has decided otherwise is an error.
     """
     path = values.get(KEY)
     if path is None:
@@ -183,9 +166,7 @@ def read_plan_file(path: str) -> Plan:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot read {Setting(KEY, path)}",
-            why=first_line(error),
-            fix=_WHICH,
+            f"cannot read {Setting(KEY, path)}", why=first_line(error), fix=_WHICH
         ) from None
     try:
         return Plan.from_yaml(text)

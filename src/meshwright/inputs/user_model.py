@@ -37,11 +37,9 @@ def exists(model: UserModel) -> bool:
 def model_source(model: UserModel, loss: Loss, sample: Callable[[], Batch]) -> ModelSource:
     """Return a function that builds the model from its random streams.
 
-    Args:
-        model: an NNX module or a dict of them, a Linen module, or a function that builds one of
-            these, with or without ``rngs``.
-        loss: ``loss(model, batch)``; called once to create the parameters of a Linen module.
-        sample: returns a batch of arrays or shapes.
+    The model is an NNX module or a dict of them, a Linen module, or a function that builds one of
+    these, with or without ``rngs``. The loss is called once, on a sample, to create the parameters
+    of a Linen module.
     """
     if isinstance(model, nnx.Module | dict):
         return lambda _: _check_model(model)

@@ -29,14 +29,7 @@ BlockAt = tuple[int, int]
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn of a mesh; devices are listed in row-major order of the coordinates.
-
-    Attributes:
-        axes: the axes larger than 1, outermost first, with their sizes.
-        ids: the number of each device.
-        processes: the process that owns each device.
-        kind: the kind of the devices; empty for an abstract mesh.
-    """
+    """What is drawn of a mesh, by device in row-major order; its axes are larger than 1."""
 
     axes: dict[str, int]
     ids: Sequence[int]

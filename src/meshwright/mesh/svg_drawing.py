@@ -51,14 +51,7 @@ def picture_svg(picture: Picture) -> str:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Lengths of a drawing.
-
-    Attributes:
-        left: where the first block starts: after the name and coordinates of the row axis.
-        head: height above a block's cells: its title, the column axis and its coordinates.
-        across: distance from one block to the next one beside it.
-        down: distance from one band of blocks to the next.
-    """
+    """Lengths of a drawing: where blocks start, what is above their cells, and their distances."""
 
     left: int
     head: int

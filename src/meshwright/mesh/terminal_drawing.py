@@ -10,16 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from meshwright.mesh.picture import (
-    EMPTY,
-    GAP,
-    BlockAt,
-    Indices,
-    Layout,
-    Picture,
-    picture_of,
-    wrap,
-)
+from meshwright.mesh.picture import EMPTY, GAP, BlockAt, Indices, Layout, Picture, picture_of, wrap
 from meshwright.text.columns import drawing_width
 from meshwright.text.drawing import TextPainter
 

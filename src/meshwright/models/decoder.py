@@ -10,13 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from meshwright.models.attention import (
-    INIT_STD,
-    attend,
-    causal_mask,
-    residual_std,
-    row_positions,
-)
+from meshwright.models.attention import INIT_STD, attend, causal_mask, residual_std, row_positions
 from meshwright.models.model_sizes import check_sizes
 
 embedding = partial(nnx.Embed, embedding_init=nnx.initializers.normal(INIT_STD))

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    GroupedAttention,
-    RMSNorm,
-    Rotary,
-)
+from meshwright.models.decoder import Decoder, DecoderBlock, GroupedAttention, RMSNorm, Rotary
 
 
 class Gemma3Block(DecoderBlock):
@@ -39,15 +33,9 @@ class Gemma3Block(DecoderBlock):
 class Gemma3(Decoder):
     """Decoder-only language model; the default sizes are those of ``gemma3_tiny``.
 
+    Other arguments are those of `Decoder` and `GroupedAttention`, where H·C may differ from D.
+
     Args:
-        vocab_size: V, tokens in the vocabulary.
-        context_length: the longest row of tokens.
-        num_blocks: transformer blocks.
-        hidden_size: D, width of the residual stream.
-        num_heads: H, query heads.
-        num_kv_heads: K, key/value heads, each for H / K query heads.
-        head_dim: C, dims of a head; H·C may differ from D.
-        mlp_size: F, dims inside the MLP.
         sliding_window: positions that a local block sees.
         global_every: every how many blocks one sees the whole row; the others are local.
         norm_epsilon: added to the mean square in norms.
@@ -57,10 +45,6 @@ class Gemma3(Decoder):
         query_scale: attention scores are divided by its square root; None means C.
         attention_softcap: bounds the attention scores; None for no bound.
         logit_softcap: bounds the logits; None for no bound.
-        attention_dropout: rate on the attention weights.
-        tied_embeddings: whether the token embedding is also the output layer.
-        pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
-        rngs: streams ``params`` and, with a rate, ``dropout``.
     """
 
     head_norms = True

@@ -10,13 +10,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from meshwright.models.attention import (
-    INIT_STD,
-    attend,
-    causal_mask,
-    residual_std,
-    row_positions,
-)
+from meshwright.models.attention import INIT_STD, attend, causal_mask, residual_std, row_positions
 from meshwright.models.model_sizes import check_sizes
 
 QKV = Literal["separate", "fused"]
@@ -101,13 +95,7 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self,
-        *,
-        hidden_size: int,
-        dropout: float,
-        out_std: float,
-        rngs: nnx.Rngs,
-        **heads: Any,
+        self, *, hidden_size: int, dropout: float, out_std: float, rngs: nnx.Rngs, **heads: Any
     ) -> None:
         shared: Any = {"hidden_size": hidden_size, "out_std": out_std, "rngs": rngs}
         self.attention_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)

@@ -12,11 +12,7 @@ from jax import Array
 
 
 class LinenMLP(nn.Module):
-    """Dense layers with ReLU between them, written in Linen.
-
-    Attributes:
-        widths: sizes of every hidden layer and of the output.
-    """
+    """Dense layers with ReLU between them, of these widths, written in Linen."""
 
     widths: Sequence[int]
 

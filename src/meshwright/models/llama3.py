@@ -37,15 +37,9 @@ class Llama3Rotary(Rotary):
 class Llama3(Decoder):
     """Decoder-only language model; the default sizes are those of ``llama3_tiny``.
 
+    Other arguments are those of `Decoder` and `GroupedAttention`.
+
     Args:
-        vocab_size: V, tokens in the vocabulary.
-        context_length: the longest row of tokens.
-        num_blocks: transformer blocks.
-        hidden_size: D, width of the residual stream.
-        num_heads: H, query heads.
-        num_kv_heads: K, key/value heads, each for H / K query heads.
-        head_dim: C, dims of a head.
-        mlp_size: F, dims inside the MLP.
         norm_epsilon: added to the mean square in norms.
         rope_base: base of the rotary frequencies.
         rope_factor: by how much slow frequencies are divided; None or 1 for not at all.
@@ -53,10 +47,6 @@ class Llama3(Decoder):
         rope_high_frequency: turns per original context above which it is kept.
         rope_original_context: longest row before the context was extended.
         sliding_window: positions that a token sees, its own included; None for all.
-        attention_dropout: rate on the attention weights.
-        tied_embeddings: whether the token embedding is also the output layer.
-        pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
-        rngs: streams ``params`` and, with a rate, ``dropout``.
     """
 
     qkv_bias = False

@@ -87,16 +87,11 @@ class MoEBlock(nnx.Module):
 class MoEGPT(LanguageModel):
     """Decoder-only language model with a mixture of experts in every block.
 
+    Other arguments are those of `GPT`; the rate of dropout is also that of the embedded tokens.
+
     Args:
-        vocab_size: V, tokens in the vocabulary.
-        context_length: the longest row of tokens.
-        num_blocks: transformer blocks.
-        hidden_size: D, width of the residual stream.
-        num_heads: attention heads.
         num_experts: E, experts in each block.
         expert_size: F, width inside one expert.
-        dropout: rate on the embedded tokens and on both branches of every block.
-        rngs: streams ``params`` and ``dropout``.
     """
 
     def __init__(

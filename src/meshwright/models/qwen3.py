@@ -13,21 +13,9 @@ from meshwright.models.decoder import Decoder, GroupedAttention, RMSNorm, Rotary
 class Qwen3(Decoder):
     """Decoder-only language model; the default sizes are those of ``qwen3_tiny``.
 
-    Args:
-        vocab_size: V, tokens in the vocabulary.
-        context_length: the longest row of tokens.
-        num_blocks: transformer blocks.
-        hidden_size: D, width of the residual stream.
-        num_heads: H, query heads.
-        num_kv_heads: K, key/value heads, each for H / K query heads.
-        head_dim: C, dims of a head; H·C may differ from D.
-        mlp_size: F, dims inside the MLP.
-        norm_epsilon: added to the mean square in norms.
-        rope_base: base of the rotary frequencies.
-        attention_dropout: rate on the attention weights.
-        tied_embeddings: whether the token embedding is also the output layer.
-        pad_token_id: a token whose lookup gives its row no gradient; None for no such token.
-        rngs: streams ``params`` and, with a rate, ``dropout``.
+    Its arguments are those of `Decoder` and `GroupedAttention`, where H·C may differ from D;
+    ``norm_epsilon`` is added to the mean square in norms, and ``rope_base`` is the base of the
+    rotary frequencies.
     """
 
     def __init__(

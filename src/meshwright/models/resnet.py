@@ -40,13 +40,7 @@ class Bottleneck(nnx.Module):
     """
 
     def __init__(
-        self,
-        *,
-        channels_in: int,
-        channels: int,
-        stride: int,
-        zero_init_last: bool,
-        rngs: nnx.Rngs,
+        self, *, channels_in: int, channels: int, stride: int, zero_init_last: bool, rngs: nnx.Rngs
     ) -> None:
         last_scale = nnx.initializers.zeros if zero_init_last else nnx.initializers.ones
         channels_out = EXPANSION * channels

@@ -13,13 +13,7 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VAEOutput:
-    """The output of the model.
-
-    Attributes:
-        logits: [B, P], log-odds of every pixel being on.
-        mean: [B, Z], mean of the code given the input.
-        logvar: [B, Z], log-variance of the code given the input.
-    """
+    """Log-odds [B, P] of every pixel; mean and log-variance [B, Z] of the code of the input."""
 
     logits: Array
     mean: Array

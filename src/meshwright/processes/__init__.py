@@ -61,19 +61,9 @@ def connect(
 ) -> None:
     """Connect this process to the others; must run before JAX starts its devices.
 
-    Args:
-        coordinator_address: ``host:port`` of process 0, the same in every process.
-        num_processes: number of processes.
-        process_id: index of this process, from 0.
-        local_device_ids: accelerators of this machine to use; all by default.
-        timeout_seconds: how long to wait for all processes; by default MESHWRIGHT_JOIN_TIMEOUT,
-            or 60 seconds on one machine and 300 otherwise.
-        run_name: what the processes of this run share and those of others do not.
-        notify: called in process 0 with a line of text if it waits for long.
-
-    Raises:
-        UserError: the port is taken, or the processes disagree about their numbers.
-        EnvironmentProblem: process 0 cannot be reached, or a process is missing.
+    ``run_name`` is what the processes of this run share and those of others do not; ``notify`` is
+    called in process 0 if it waits for long. How long they wait is by default
+    MESHWRIGHT_JOIN_TIMEOUT, or 60 seconds on one machine and 300 otherwise.
     """
     if not 0 <= process_id < num_processes:
         raise UserError(
@@ -225,13 +215,9 @@ def agree(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> bool:
-    """Combine the decisions of all processes into a common one.
+    """Combine the decisions of all processes into a common one: ``any``, ``all`` or ``main``.
 
-    Args:
-        decision: the decision of this process, such as "stop because of a signal".
-        how: ``any`` (true if one is), ``all`` (true if all are) or ``main`` (process 0 decides,
-            for decisions that depend on a clock or a local file).
-        timeout_seconds: how long to wait for the others.
+    Process 0 (``main``) decides what depends on a clock or a local file.
     """
     if how == "main":
         return bool(broadcast(bool(decision), timeout_seconds=timeout_seconds))
@@ -240,11 +226,7 @@ def agree(
 
 
 def barrier(name: str, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Wait until every process has made this call.
-
-    Raises:
-        EnvironmentProblem: naming the processes that did not arrive in time.
-    """
+    """Wait until every process has made this call; an error names those that do not come."""
     _exchange(f"barrier {name}", "null", timeout_seconds)
 
 

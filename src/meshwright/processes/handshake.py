@@ -28,16 +28,10 @@ _MISSING = "missing"
 
 
 def compare_processes(facts: Facts) -> None:
-    """Raise in every process if the facts of the processes differ.
+    """Raise the same `ProcessesDiffer` in every process if their facts, nested dicts, differ.
 
     Every process must call it. Digests are compared first, so that equal facts cost one exchange
     of a few bytes.
-
-    Args:
-        facts: nested dicts; their keys, joined by dots, name what differs.
-
-    Raises:
-        ProcessesDiffer: the same in every process, naming the keys, the values, and the processes.
     """
     if process_count() == 1:
         return

@@ -59,9 +59,7 @@ class Lost(NamedTuple):
 class PeerWatch:
     """Notices that another process of the group is gone, in a thread for each connection.
 
-    Args:
-        me: the number of this process.
-        on_lost: called once, in a thread, with the process that is lost.
+    ``on_lost`` is called once, in a thread, with the process that is lost.
     """
 
     def __init__(self, me: int, on_lost: Callable[[Lost], None]) -> None:

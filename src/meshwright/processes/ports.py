@@ -22,12 +22,7 @@ _MAX_COMMAND = 100
 
 @dataclass(frozen=True)
 class Address:
-    """The host and the port of process 0.
-
-    Attributes:
-        host: a name or an address, IPv6 without brackets.
-        port: the port.
-    """
+    """The host, IPv6 without brackets, and the port of process 0."""
 
     host: str
     port: int
@@ -87,14 +82,9 @@ def interface_for(host: str) -> str:
 
 
 def listen(address: Address, interface: str) -> tuple[socket.socket, socket.socket | None]:
-    """Listen on a port that no other program listens on.
+    """Listen on a port that no other program listens on; an error names who holds it.
 
-    Returns:
-        The socket that listens, and one that reserves the port while nothing listens on it;
-        None where the system does not allow a second one.
-
-    Raises:
-        UserError: the port is taken; the message names who holds it.
+    The second socket reserves the port while nothing listens on it, where the system allows one.
     """
     listener = _bind(interface, address)
     kept = None

@@ -41,14 +41,9 @@ Noun = Literal["process", "machine"]
 
 @dataclass(frozen=True)
 class Member:
-    """A process, as it introduces itself.
+    """A process as it introduces itself: its number, and how many there are as far as it knows.
 
-    Attributes:
-        process: its number.
-        count: how many processes there are, as far as it knows.
-        run: what the processes of its run share; empty if nothing is known.
-        host: the name of its machine.
-        pid: its number there.
+    ``run`` is what the processes of its run share; ``pid`` is its number on its machine.
     """
 
     process: int
@@ -87,11 +82,7 @@ class Meeting:
 
 
 class MissingMembers(EnvironmentProblem):
-    """Members did not join in time.
-
-    Attributes:
-        numbers: their numbers.
-    """
+    """The members of these numbers did not join in time."""
 
     def __init__(self, what: str, *, numbers: Iterable[int], why: str = "", fix: str = "") -> None:
         super().__init__(what, why=why, fix=fix)
@@ -99,15 +90,9 @@ class MissingMembers(EnvironmentProblem):
 
 
 def meet(me: Member, meeting: Meeting) -> socket.socket | None:
-    """Return once all processes are there.
+    """Return once all processes are there; wrong numbers, a taken port or no answer are errors.
 
-    Returns:
-        In process 0, a socket that keeps the port from others until JAX has opened it.
-
-    Raises:
-        UserError: the port is taken, two processes have the same number, or they disagree about
-            how many there are.
-        EnvironmentProblem: process 0 cannot be reached, or a process is missing.
+    In process 0, the socket keeps the port from others until JAX has opened it.
     """
     if me.process:
         _join(me, meeting)
@@ -120,10 +105,7 @@ def meet(me: Member, meeting: Meeting) -> socket.socket | None:
 def call_roll(me: Member, meeting: Meeting, choose: Callable[[list[int]], list[int]]) -> list[int]:
     """Return the numbers of those that take part, the same for all, once the meeting is over.
 
-    Args:
-        me: this member; its ``process`` is the number of its machine.
-        meeting: where they meet, and who is waited for.
-        choose: called in number 0 with those that have come; returns those that take part.
+    Members are machines here. Number 0 chooses among those that have come.
     """
     if me.process:
         return _join(me, meeting)

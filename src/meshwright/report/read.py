@@ -232,11 +232,7 @@ def make_page(runs: Sequence[dict[str, Any]], *, left_out: int = 0) -> str:
     """Return an HTML page about runs from `read_run`, with the first one in focus.
 
     The page loads nothing from elsewhere. The contents of the runs' files are only data to it:
-    its content security policy allows no script but its own.
-
-    Args:
-        runs: one or more runs.
-        left_out: number of further runs, which the page mentions.
+    its content security policy allows no script but its own. It mentions how many are left out.
     """
     script = "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n{script}'

@@ -24,15 +24,7 @@ intervals."""
 
 @dataclass
 class _Shared:
-    """What is being done, and how it is shown.
-
-    Attributes:
-        what: the activity; empty between activities.
-        detail: how far it is; empty if unknown.
-        started: when it started.
-        console: where it is shown; None does not show it.
-        bar: whether a progress bar has the terminal, and shows it.
-    """
+    """What is being done, how far it is, and the console that shows it, unless a ``bar`` does."""
 
     what: str = ""
     detail: str = ""
@@ -46,17 +38,10 @@ _now = _Shared()
 
 @contextmanager
 def activity(what: str, *, afterwards: bool = True) -> Generator[Callable[[str], None]]:
-    """Show what is being done inside, and afterwards how long it took.
+    """Show what is being done inside, and afterwards how long it took, unless its result is shown.
 
     An activity inside another is a part of it: it is not shown, but its details are shown as those
-    of the outer one. Also a decorator.
-
-    Args:
-        what: what is done.
-        afterwards: whether to mention it when it is done; not if its result is shown anyway.
-
-    Yields:
-        A function that takes the progress of the activity, as text.
+    of the outer one. Yields a function that takes the progress as text. Also a decorator.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda _: None

@@ -23,14 +23,10 @@ PROCESS_RANGE = "MESHWRIGHT_PROCESS_RANGE"
 
 @dataclass(frozen=True)
 class EarlierAttempts:
-    """The attempts of a run before this one.
+    """The attempts of a run before this one, and how the last one failed.
 
-    Attributes:
-        count: how many there were.
-        started: when the launcher started, in seconds since 1970; None without a launcher.
-        useful: seconds of their steps whose results were kept.
-        run_dir: the run folder; empty if none was known.
-        failure: how the last one failed; empty if there was none.
+    ``started`` is when the launcher did, in seconds since 1970; ``useful`` are the seconds of
+    steps whose results were kept.
     """
 
     count: int = 0
@@ -57,9 +53,7 @@ class EarlierAttempts:
     def goodput(self, useful: float, seconds: float) -> float:
         """Return the share of the time since the launcher started that was spent on steps kept.
 
-        Args:
-            useful: seconds of this attempt's steps.
-            seconds: seconds since the attempt began, which count without a launcher.
+        Without a launcher, the seconds since this attempt began count.
         """
         wall = seconds if self.started is None else time.time() - self.started
         return min((self.useful + useful) / max(wall, 1e-9), 1.0)
@@ -69,10 +63,7 @@ class EarlierAttempts:
 class ProcessRange:
     """The numbers of processes that a run may have: it continues if some do not come back.
 
-    Attributes:
-        full: the processes if all are there.
-        least: the fewest to continue with.
-        step: how many are lost together: the processes of a machine, or 1.
+    ``step`` is how many are lost together: the processes of a machine, or 1.
     """
 
     full: int
@@ -97,12 +88,7 @@ class ProcessRange:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a run can continue with a number of processes.
-
-    Attributes:
-        mesh: the mesh it would have; empty if there is none.
-        problem: why there is none.
-    """
+    """The mesh with which a run can continue, or why there is none."""
 
     mesh: str = ""
     problem: str = ""
@@ -110,14 +96,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class Report:
-    """What a process reports to its launcher.
+    """What a process reports to its launcher; ``fits`` has meshes by number of processes.
 
-    Attributes:
-        run_dir: the run folder; empty if there is none yet.
-        fits: by number of processes, whether the run can continue with that many.
-        error: what is wrong, in one line, if the process ends with an error; else empty.
-        lost_peer: whether it ends only because another process is gone.
-        absent: the processes that did not join.
+    ``lost_peer`` says that it ends only because another process is gone.
     """
 
     run_dir: str = ""

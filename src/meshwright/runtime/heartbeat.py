@@ -53,13 +53,7 @@ class Doing(IntEnum):
     ENDED = 9, "done"
 
 
-_OF_STEPS = (
-    Doing.INPUT,
-    Doing.TRAINING,
-    Doing.DISPATCHING,
-    Doing.WAITING,
-    Doing.CALLBACKS,
-)
+_OF_STEPS = (Doing.INPUT, Doing.TRAINING, Doing.DISPATCHING, Doing.WAITING, Doing.CALLBACKS)
 # Native alignment, so that each number is written at once, and a reader never sees half of one.
 _FORM = struct.Struct(f"@qqqqqdd{len(Doing)}d")
 _ALIVE = struct.Struct("@q")
@@ -139,12 +133,9 @@ def report_file(heartbeat: Path) -> Path:
 
 
 class Heartbeat:
-    """Writes the heartbeat of this process, from the thread that trains.
+    """Writes the heartbeat of this process, from the thread that trains, to a file if there is one.
 
     A mark costs about 2 µs, so the numbers are plain attributes instead of a `Beat`.
-
-    Args:
-        file: the file to write to; None keeps the numbers to the process.
     """
 
     def __init__(self, file: Path | None = None) -> None:

@@ -33,12 +33,7 @@ class Phase(Enum):
 
 
 class Interrupt:
-    """Records a signal to stop; a second signal stops at once.
-
-    Attributes:
-        signal: the number of the signal; None if there was none.
-        phase: what a signal does now.
-    """
+    """Records a signal to stop; a second signal stops at once. ``phase`` is what one does now."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

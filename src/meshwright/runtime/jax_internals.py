@@ -126,12 +126,7 @@ def compiler_options_of(lowered: Any) -> dict[str, Any]:
 
 @contextmanager
 def attention_on(capability: str, cudnn: tuple[int, int]) -> Generator[None]:
-    """Let JAX's cuDNN attention be compiled for a GPU that is not on this machine.
-
-    Args:
-        capability: the compute capability of that GPU, such as ``9.0``.
-        cudnn: the release of cuDNN, such as ``(9, 10)``.
-    """
+    """Let JAX's cuDNN attention be compiled for a GPU that is not on this machine."""
     # It asks the GPU that is here what it can do, also while it compiles for another one.
     from jax._src.cudnn import fused_attention_stablehlo as attention
 

@@ -10,13 +10,7 @@ from typing import Any
 def lazy_names(
     package: str, names: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package.
-
-    Args:
-        package: its ``__name__``.
-        names: the module that defines each public name.
-        modules: submodules that are public themselves.
-    """
+    """Return the ``__getattr__`` and ``__dir__`` of a package, from the modules of its names."""
 
     def load(name: str) -> Any:
         if name in names:

@@ -13,11 +13,7 @@ R = TypeVar("R")
 
 
 def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Accept further keywords: ``also_called(grads="gradients")`` takes both.
-
-    Args:
-        names: for each further keyword, the parameter it stands for.
-    """
+    """Accept further keywords: ``also_called(grads="gradients")`` takes both."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -54,10 +50,6 @@ FORMER_KEYS = {
 
 
 def with_current_keys(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a file with today's keys; where it has a key already, that one counts.
-
-    Args:
-        record: what was read, such as a line of metrics.jsonl.
-    """
+    """Return the content of a file with today's keys, which count more if both are there."""
     names = {key: FORMER_KEYS.get(key, key) for key in record}
     return {key if names[key] in record else names[key]: value for key, value in record.items()}

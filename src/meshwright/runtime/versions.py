@@ -35,11 +35,9 @@ def package_versions() -> dict[str, str]:
 
 
 def users_code(*objects: Any) -> dict[str, str]:
-    """Return digests of the user's modules, by name.
+    """Return digests of the user's modules, by name: of these objects and those a config names.
 
-    Args:
-        *objects: models, losses, callbacks and the like. Their modules count, those that a config
-            names, and what these import from the user's other files.
+    What they import from the user's other files counts, too.
     """
     named = [m for m in list(sys.modules.values()) if is_named_by_config(_file(m))]
     waiting = [*filter(None, map(_module_of, objects)), *named]

@@ -63,16 +63,8 @@ FEW_SAMPLES = 8
 class Assembled:
     """A step and what it was made from.
 
-    Attributes:
-        step: the compiled step.
-        model_leaves: the model's structure and leaves.
-        traced: the loss, traced for one microbatch.
-        decision: the placement of every leaf and activation.
-        plan: the plan.
-        mesh: the mesh.
-        remarks: where the step differs from what the plan asked for, and why.
-        pipeline_report: blocks, parameters and idle time of the stages; None without stages.
-        batch_tree: the tree structure of a batch.
+    ``traced`` is the loss of one microbatch, and ``remarks`` say where the step differs from what
+    the plan asked for. Without stages, there is no pipeline report.
     """
 
     step: TrainStep
@@ -92,11 +84,8 @@ class Assembled:
     ) -> TrainState:
         """Initialize the model and the optimizer state, each leaf with its sharding.
 
-        Args:
-            seed: the seed of random values.
-            given: by number, some of the step's leaves, placed as the step expects them; random
-                values for these are never computed.
-            quickly: compile for a single run instead of for speed.
+        Random values of the leaves ``given`` by number, placed as the step expects them, are never
+        computed. ``quickly`` compiles for a single run instead of for speed.
         """
         given, layout = given or {}, self.traced.layout
         if len(given) == len(layout.step_leaves):
@@ -225,17 +214,8 @@ def assemble(
 ) -> Assembled:
     """Trace the loss, choose placements and build the step; nothing is compiled yet.
 
-    Args:
-        model: builds the model from `nnx.Rngs`.
-        loss: ``loss(model, batch)``, see `meshwright.Weighted`.
-        optimizer: any optax transformation.
-        plan: the plan.
-        batch: a global batch, as arrays or shapes.
-        clip_norm: largest global gradient norm.
-        trainable: NNX filter of what is trained, or adapters.
-        devices: devices of the mesh; all by default.
-        wide: compute in float64, for proofs.
-        guarded: do not apply steps that are not finite; see `TrainStep`.
+    The batch is global, as arrays or shapes. ``trainable`` is an NNX filter, or adapters. ``wide``
+    computes in float64, for proofs; a ``guarded`` step is not applied if it is not finite.
     """
     mesh = build_mesh(plan.mesh, devices)
     with doing("building the model"), device_reads(model, loss) as reads:

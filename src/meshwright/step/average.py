@@ -17,13 +17,7 @@ EMA = "ema"
 
 
 class AveragedState(NamedTuple):
-    """The state of an optimizer that keeps an average.
-
-    Attributes:
-        inner: the state of the optimizer itself.
-        ema: the averages, in float32 or wider.
-        count: steps done.
-    """
+    """The state of an optimizer that keeps an average, in float32 or wider."""
 
     inner: Any
     ema: Any

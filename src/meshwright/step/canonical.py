@@ -25,10 +25,8 @@ CanonicalState = dict[str, dict[str, Any]]
 class Snapshot:
     """A copy of a state in canonical form.
 
-    Attributes:
-        arrays: the copy.
-        finite: whether the trained parameters are finite and nothing else is NaN. Infinities
-            are allowed there: masks and optimizers have them.
+    It is finite if the trained parameters are, and nothing else is NaN. Infinities are allowed
+    there: masks and optimizers have them.
     """
 
     arrays: CanonicalState
@@ -42,12 +40,7 @@ _Join = Callable[[list[Any]], Any]
 class CanonicalForm:
     """Converts between a step's state and its canonical form.
 
-    Args:
-        assembled: the step whose states are converted.
-
-    Attributes:
-        base: the paths of the weights that training does not change, which are saved apart.
-        base_structs: their shapes, formats and shardings.
+    ``base`` are the paths of the weights that training does not change, which are saved apart.
     """
 
     def __init__(self, assembled: Assembled) -> None:
@@ -115,12 +108,7 @@ class CanonicalForm:
         return jax.jit(copy, out_shardings=shardings)(state)
 
     def state(self, canonical: CanonicalState, base: Mapping[str, Any] | None = None) -> TrainState:
-        """Return the state of a canonical form, whose arrays are donated.
-
-        Args:
-            canonical: the canonical form.
-            base: the weights that are saved apart, by path.
-        """
+        """Return the state of a canonical form, which is donated, and of the base saved apart."""
         if base:
             canonical = {**canonical, "state": {**canonical["state"], **base}}
         with warnings.catch_warnings():

@@ -43,11 +43,7 @@ Predict = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 @activity("compiling the evaluation")
 def compile_evaluation(
-    assembled: Assembled,
-    loss: Loss,
-    batch: Sequence[Any],
-    count: int,
-    warn: Callable[[str], None],
+    assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int, warn: Callable[[str], None]
 ) -> Evaluate:
     """Compile the evaluation for batches like this one, split into ``count`` microbatches.
 
@@ -87,11 +83,6 @@ def compile_prediction(
 
     Every array the function returns must have the samples as its dim 0. On a mesh with pipeline
     stages, every device gathers all blocks.
-
-    Args:
-        assembled: the step whose states predict.
-        function: from the model and a batch to a tree of arrays.
-        batch: a tree of placed arrays.
     """
     trees: list[Any] = []
     leaves = jax.tree.leaves(batch)

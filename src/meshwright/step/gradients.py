@@ -29,14 +29,10 @@ _Kept = tuple[list[Any], dict[int, Any]]
 
 @dataclass(frozen=True)
 class Gradients:
-    """Loss and gradients of one batch.
+    """Mean loss, its gradients and the means of reported metrics, of one batch.
 
-    Attributes:
-        values: gradient of the mean loss for each parameter leaf.
-        loss: the mean loss.
-        metrics: means of the metrics the loss reports.
-        model_state: the model's other leaves after the forward pass.
-        params: the parameters after the forward pass, which a model may write to.
+    The model's other leaves, and the parameters, which a model may write to, are those after the
+    forward pass.
     """
 
     values: list[Any]

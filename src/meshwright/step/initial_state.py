@@ -51,13 +51,8 @@ def draw_leaves(
 ) -> list[Any]:
     """Return the step's leaves, each from a small program, or all from one if they share much work.
 
-    Args:
-        closed: the program from the words of a random key to the model's leaves.
-        words: the words.
-        layout: which of the model's leaves each of the step's leaves holds.
-        shardings: of the step's leaves.
-        given: by number, leaves that need not be computed.
-        quickly: compile for a single run instead of for speed.
+    ``closed`` is the program from the words of a random key to the model's leaves; leaves that are
+    given by number are not computed.
     """
     known, rest = _compute_keys(closed, words)
     parts = parts_of(rest, closed.jaxpr.outvars)
@@ -186,13 +181,7 @@ _functions: dict[Hashable, list[tuple[Part, Any]]] = {}
 
 
 class ProgramsByKind:
-    """Computes parts of one program; those that are alike share a compiled function.
-
-    Args:
-        whole: the program.
-        known: the values that the parts read.
-        compiler_options: for every function.
-    """
+    """Computes parts of one program; those that are alike share a compiled function."""
 
     def __init__(
         self, whole: Jaxpr, known: Mapping[Var, Any], compiler_options: Mapping[str, Any] | None

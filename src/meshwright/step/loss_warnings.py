@@ -31,13 +31,6 @@ def changes_with_microbatches(
     """Warn if a step has several microbatches, and the loss is no mean over samples.
 
     Batch statistics, which models with BatchNorm have, are a matter of their own.
-
-    Args:
-        loss: the loss.
-        model_leaves: the model's structure and leaves.
-        micro: the shapes of one microbatch.
-        plan: the plan.
-        classes: the loss of one microbatch.
     """
     if plan.batch.gradient_accumulation_steps == 1:
         return []

@@ -17,13 +17,7 @@ Flat = Any
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of the batch at hand.
-
-    Attributes:
-        value: the loss at the current parameters.
-        gradients: its gradients there, before clipping.
-        evaluate: from parameters to the loss of the same batch and its gradients.
-    """
+    """The loss of the batch at hand, and its gradients before clipping, there and elsewhere."""
 
     value: Array
     gradients: Flat

@@ -25,14 +25,9 @@ from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
 @dataclass(frozen=True)
 class OptimizerLeaf:
-    """One leaf of the optimizer's state.
+    """One leaf of the optimizer's state, by its path there: ``0.mu.blocks.0.mlp.up.kernel``.
 
-    Attributes:
-        path: its path in the optax state, such as ``0.mu.blocks.0.mlp.up.kernel``.
-        shape: its shape.
-        dtype: its dtype.
-        placement: its placement on the mesh.
-        param: number of the parameter leaf it belongs to; None for counters and the like.
+    ``param`` is the number of the parameter it belongs to; None for counters and the like.
     """
 
     path: str
@@ -55,15 +50,8 @@ class FlatOptimizer:
     """An optax transformation as a function of flat leaves.
 
     Elementwise optimizers run on stacked leaves directly; others (muon, adafactor, lamb) get the
-    matrix of each block, so that rolling blocks changes nothing.
-
-    Args:
-        transformation: the optax optimizer.
-        layout: the step's leaves.
-        placements: placement of the optimizer state of each parameter leaf.
-        sizes: size of each mesh axis.
-        stacks_alike: whether stacked blocks are updated like single ones; None finds out.
-        compared: which blocks of a stack are compared to find out: all, or the first and the last.
+    matrix of each block, so that rolling blocks changes nothing. Which of them it is, if it is not
+    given, is found by comparing all blocks of a stack, or the first and the last.
     """
 
     def __init__(
@@ -120,12 +108,8 @@ class FlatOptimizer:
     ) -> tuple[list[Any], list[Any]]:
         """Return the new parameters and optimizer leaves.
 
-        Args:
-            gradients: the gradients.
-            leaves: the optimizer's leaves.
-            params: the parameters.
-            objective: the loss, for optimizers that use it, such as line searches.
-            wide: compute in float64 what the optimizer computes in float32, such as a schedule.
+        Line searches and the like use the objective. ``wide`` computes in float64 what the
+        optimizer computes in float32, such as a schedule.
         """
         tree = self._tree(params)
         state = jax.tree.unflatten(self._treedef, leaves)

@@ -28,14 +28,7 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> NDArray[np.int64] | 
 def place_batch(
     batch: Batch, sharding: NamedSharding, batch_size: int, rows: NDArray[np.int64] | None = None
 ) -> list[Any]:
-    """Return a batch's leaves placed on the mesh.
-
-    Args:
-        batch: the whole global batch, or the ``rows`` of it this process holds.
-        sharding: the sharding of every array.
-        batch_size: samples of the global batch.
-        rows: positions in the global batch of the rows in ``batch``; None for the whole batch.
-    """
+    """Return the leaves of a global batch, or of the rows of it this process holds, on the mesh."""
     leaves = jax.tree.leaves(batch)
     if rows is None:
         return [jax.device_put(leaf, sharding) for leaf in leaves]

@@ -76,12 +76,7 @@ def treats_stacks_alike(
 
     It does if every operation is elementwise and the elements of each block go through the same
     operations as those of the stack; a mask by rank or by path would make a difference.
-
-    Args:
-        transformation: the optimizer.
-        stacked: shapes of the parameters with blocks stacked.
-        single: shapes of the parameters of every single block.
-        stack_of: from the path of a single parameter to that of its stack.
+    ``stack_of`` is from the path of a single parameter to that of its stack.
     """
     table = _Table()
     try:

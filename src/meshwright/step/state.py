@@ -44,12 +44,9 @@ _DEFAULT_RULE = ScaleRule()
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The loss scale and its history.
+    """The factor on the loss before differentiation, and how it got there.
 
-    Attributes:
-        scale: factor on the loss before differentiation.
-        good_steps: finite steps since the scale last changed.
-        skipped: steps that were not applied because a gradient was not finite.
+    ``good_steps`` counts finite steps since the scale changed; ``skipped`` those not applied.
     """
 
     scale: Array

@@ -34,13 +34,7 @@ from meshwright.trees import Batch, divide_batch, resize_batch
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A loss as a step evaluates it.
-
-    Attributes:
-        traced: the traced loss.
-        cut: the cut into stages; None without stages.
-        remarks: where the program differs from what the plan asked for, and why.
-    """
+    """A loss as a step evaluates it, cut into stages if there are any."""
 
     traced: TracedLoss
     cut: BlockCut | None

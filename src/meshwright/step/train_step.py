@@ -51,12 +51,7 @@ LossOfLeaves = Callable[[Sequence[Any], Sequence[Any]], LossValue]
 
 @dataclass(frozen=True)
 class StepShardings:
-    """The shardings of a TrainState and of a batch.
-
-    Attributes:
-        state: shardings of a TrainState, leaf by leaf.
-        batch: sharding of every batch leaf.
-    """
+    """The shardings of a TrainState, leaf by leaf, and of every batch leaf."""
 
     state: TrainState
     batch: NamedSharding
@@ -65,18 +60,10 @@ class StepShardings:
 class TrainStep:
     """One step as a compiled function.
 
-    Args:
-        traced: the loss, traced for one microbatch.
-        decision: the placement of every leaf and activation.
-        plan: the plan.
-        mesh: the mesh.
-        optimizer: any optax transformation.
-        clip_norm: largest global gradient norm; None for no clipping.
-        local: the loss of one device's samples, if each device computes its own gradients.
-        pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
-        wide: compute in float64, for proofs, and compile quickly.
-        guarded: after the first step whose loss or gradient is not finite, leave the state
-            unchanged until ``halted`` is cleared.
+    ``local`` is the loss of one device's samples, if each device computes its own gradients, and
+    ``pipeline`` that by stages. ``wide`` computes in float64, for proofs, and compiles quickly. If
+    ``guarded``, the first step whose loss or gradient is not finite leaves the state unchanged
+    until ``halted`` is cleared.
     """
 
     def __init__(

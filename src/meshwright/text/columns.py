@@ -31,14 +31,8 @@ Cell = str | Text
 class Columns:
     """A table: aligned columns where they fit, otherwise the cells of each row below its first.
 
-    No cell is cut off, and lines do not end in spaces.
-
-    Attributes:
-        head: the names of the columns.
-        rows: the cells of each row; an empty row is an empty line.
-        right: columns that are aligned to the right.
-        notes: a line of text below each row; none if empty.
-        styles: the style of each row; none if empty.
+    No cell is cut off, and lines do not end in spaces. An empty row is an empty line; rows may
+    each have a line of ``notes`` below, and a style.
     """
 
     head: Sequence[str]
@@ -98,14 +92,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Indented:
-    """Text whose lines are all indented, also those it is wrapped into.
-
-    Attributes:
-        text: the text.
-        indent: columns before every line.
-        style: its style.
-        first: columns before the first line, if different.
-    """
+    """Text whose lines are all indented, also those it is wrapped into; the first may differ."""
 
     text: Cell
     indent: int = INDENT

@@ -42,10 +42,7 @@ _STYLE = """
 class Cell:
     """A filled box with a label, such as a device or an operation.
 
-    Attributes:
-        label: what is written in it.
-        fill: its colour, ``#rrggbb``, light enough for dark text on light and dark pages.
-        about: what it shows, in a sentence; an SVG tells it on hover.
+    ``fill`` is light enough for dark text on light and dark pages; an SVG tells ``about`` on hover.
     """
 
     label: str
@@ -80,12 +77,7 @@ class TextPainter:
 
 
 class SvgPainter:
-    """Collects the elements of an SVG, which suits light and dark pages.
-
-    Args:
-        name: the class of the whole drawing.
-        head: its first line.
-    """
+    """Collects the elements of an SVG, which suits light and dark pages."""
 
     def __init__(self, name: str, head: str) -> None:
         self._name, self._elements = name, list[str]()
@@ -103,21 +95,8 @@ class SvgPainter:
         """Draw a box without a label."""
         self.add(_rect(box, 3, f'fill="{fill}" fill-opacity="{opacity:g}"'))
 
-    def cell(
-        self,
-        box: Box,
-        cell: Cell,
-        *labels: tuple[float, str, str],
-        radius: int,
-    ) -> None:
-        """Draw a cell.
-
-        Args:
-            box: where it is.
-            cell: its colour and description.
-            labels: centred texts: distance from the top, text and style.
-            radius: of its corners.
-        """
+    def cell(self, box: Box, cell: Cell, *labels: tuple[float, str, str], radius: int) -> None:
+        """Draw a cell, with centred texts: distance from the top, text and style."""
         x, y, width, _ = box
         texts = (_text(x + width / 2, y + down, text, f"{s} mid") for down, text, s in labels)
         rect = _rect(box, radius, f'class="cell" fill="{cell.fill}"')

@@ -33,14 +33,7 @@ SHOWN_EVENTS = (
 
 
 class LineTracker(Tracker):
-    """Writes aligned lines, with or without the time in front; the caller shows the result.
-
-    Args:
-        write: takes one line, without its end.
-        folder: the run folder; None if there is none.
-        total_steps: steps of the run, if known.
-        clock: returns seconds, for the remaining time.
-    """
+    """Writes aligned lines, with or without the time in front; the caller shows the result."""
 
     def __init__(
         self,

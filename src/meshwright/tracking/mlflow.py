@@ -19,9 +19,7 @@ _MAX_PARAM_LENGTH = 500
 class MlflowTracker(Tracker):
     """Sends metrics, but no events, to an MLflow experiment named after the run's project.
 
-    Args:
-        folder: the run folder, which stores the run id for a resumed run.
-        uri: the tracking server; MLflow's own default if None.
+    The run folder stores the run id for a resumed run.
     """
 
     def __init__(self, folder: Path, *, uri: str | None = None) -> None:

@@ -32,12 +32,6 @@ class ProgressTracker(Tracker):
     """Keeps a bar with the newest metrics at the bottom of a terminal.
 
     Evaluations and events scroll by above it.
-
-    Args:
-        console: the terminal.
-        folder: the run folder; None if there is none.
-        total_steps: steps of the run, if known.
-        clock: returns seconds, for the remaining time.
     """
 
     def __init__(

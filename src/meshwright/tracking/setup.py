@@ -37,15 +37,8 @@ def make_trackers(
     """Return the tracker of a run in ``folder``, which exists; nothing is written yet.
 
     A missing package is an error here, before training. Later errors stop one tracker, not the
-    run.
-
-    Args:
-        config: which services to use.
-        folder: the run folder; None for a run without one.
-        total_steps: steps of the run; None if they are not known.
-        console: where progress is shown; stderr by default.
-        progress: whether to show progress; None shows it for a run with a folder or a terminal.
-            Otherwise warnings go to Python's `warnings`.
+    run. By default, progress is shown on stderr for a run with a folder or a terminal; without it,
+    warnings go to Python's `warnings`.
     """
     check_tracking(config, folder)
     if not is_main():
@@ -104,10 +97,7 @@ def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Trac
 
 
 def _make_console(
-    console: Console | None,
-    folder: Path | None,
-    total_steps: int | None,
-    progress: bool | None,
+    console: Console | None, folder: Path | None, total_steps: int | None, progress: bool | None
 ) -> Tracker:
     from rich.console import Console
     from rich.text import Text

@@ -95,13 +95,9 @@ MAX_QUEUED = 10_000
 
 
 class Background(Tracker):
-    """Calls a tracker in order, in another thread.
+    """Calls a tracker in order, in another thread; ``close`` waits for queued calls.
 
     What the tracker raises there is raised by the next call here.
-
-    Args:
-        tracker: the tracker to call.
-        close_seconds: how long ``close`` may wait for queued calls.
     """
 
     def __init__(self, tracker: Tracker, *, close_seconds: float = 30.0) -> None:

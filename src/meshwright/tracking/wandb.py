@@ -16,12 +16,7 @@ INIT_TIMEOUT_SECONDS = 60
 
 
 class WandbTracker(Tracker):
-    """Sends metrics to a W&B project named after the run's project.
-
-    Args:
-        folder: the run folder, from which the run id follows.
-        entity: the user or team; W&B's own default if None.
-    """
+    """Sends metrics to a W&B project named after the run's; its id follows from the run folder."""
 
     def __init__(self, folder: Path, *, entity: str | None = None) -> None:
         self._folder = folder

@@ -30,16 +30,8 @@ Range = Sequence[int]
 class BatchLoader:
     """Loads the batches of a run, one per step, onto the devices.
 
-    Args:
-        data: the samples.
-        batch_size: samples per global batch.
-        sharding: sharding of every array of a batch.
-        workers: processes that read ahead; 0 reads in threads of this process.
-        prefetch: batches to read ahead.
-        like: the form of a global batch, which all must have; that of the first by default.
-
-    Attributes:
-        waited: seconds spent waiting for batches.
+    All have the form of the batch that they are ``like``, or of the first. ``waited`` are seconds
+    spent waiting for batches.
     """
 
     def __init__(
@@ -127,12 +119,8 @@ class BatchLoader:
 class BatchFeed:
     """Feeds one batch to each step, and again to steps that changed nothing.
 
-    Batches are numbered from 0, as the data have them.
-
-    Args:
-        loader: loads batches onto the devices.
-        left_out: the batches that the run left out when it went back; kept up to date.
-        end_of_data: called with the last step that has a batch, if the data end in this process.
+    Batches are numbered from 0, as the data have them; those in ``left_out`` the run left out when
+    it went back. ``end_of_data`` is called with the last step that has a batch.
     """
 
     def __init__(
@@ -168,12 +156,7 @@ class BatchFeed:
         return step - 1 + count_batches(self.left_out)
 
     def next(self, step: int, last: int | None) -> Any:
-        """Return the batch of this step; None if it is not to be done, or has no batch.
-
-        Args:
-            step: the step, one more than before.
-            last: the last step; None if the data decide.
-        """
+        """Return the batch of this step; None if it is after the last one, or has no batch."""
         if last is not None and step > last:
             return None
         number = self.number(step)

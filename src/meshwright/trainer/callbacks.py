@@ -193,12 +193,7 @@ class OnMetrics(Callback):
 
 
 class Callbacks:
-    """The callbacks of a run; an exception in one of them carries a note with its name.
-
-    Args:
-        callbacks: the callbacks.
-        context: the run that they belong to.
-    """
+    """The callbacks of a run; an exception in one of them carries a note with its name."""
 
     def __init__(self, callbacks: Sequence[Callback], context: CallbackContext) -> None:
         self._all, self._context = tuple(callbacks), context

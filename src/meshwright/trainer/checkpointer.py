@@ -38,12 +38,7 @@ class Checkpointer:
         return False
 
     def poll(self) -> None:
-        """Log the saves completed since the last call.
-
-        Raises:
-            StateNotFinite: the state was not finite.
-            EnvironmentProblem: it could not be written.
-        """
+        """Log the saves completed since the last call; a state that was not finite raises."""
 
     def settle(self) -> None:
         """Wait until every save is complete, and log it."""
@@ -59,15 +54,7 @@ class BackgroundCheckpointer(Checkpointer):
     """Saves checkpoints in the background.
 
     A failed save is logged as a warning, and training continues until the next one; if the last
-    save fails, the run fails.
-
-    Args:
-        store: the checkpoint folder.
-        form: the canonical form of the states.
-        metadata: returns the metadata for a step.
-        every: steps between two checkpoints.
-        last_saved: the step of the newest checkpoint in the folder; None if there is none.
-        log_event: logs saves and failures.
+    save fails, the run fails. ``last_saved`` is the step of the newest checkpoint in the folder.
     """
 
     def __init__(
@@ -169,16 +156,7 @@ class BackgroundCheckpointer(Checkpointer):
 
 
 class RunMetadata:
-    """The metadata of a run's checkpoints, which differ in the step only.
-
-    Args:
-        asked: how the run trains.
-        seed: its seed.
-        plan: its plan.
-        progress: its progress.
-        training: what it trains; see `CheckpointMetadata`.
-        run: which run it is; see `CheckpointMetadata`.
-    """
+    """The `CheckpointMetadata` of a run's checkpoints, which differ in the step only."""
 
     def __init__(
         self,

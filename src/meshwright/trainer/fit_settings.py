@@ -26,34 +26,19 @@ from meshwright.trainer.callbacks import Callback, OnMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:
-    """How one `fit` runs.
+    """How one `fit` runs; `Trainer.fit` describes what it has in common with its arguments.
 
     Attributes:
-        data: the training data.
-        duration: how long to train.
-        eval_data: held-out data; None for no evaluation.
-        eval_every: steps between two evaluations; None for a single one at the end.
-        eval_batches: the most batches one evaluation uses; None for all samples.
-        callbacks: the user's callbacks.
-        run_dir: the run folder; None for a run that writes nothing.
-        resume: auto, must, never, or the path of a run or a checkpoint.
-        checkpoint: when to save checkpoints, and how many to keep.
-        tracking: trackers besides the files in the run folder.
         progress: whether to show progress; see `make_trackers`.
-        workers: processes that read data; 0 reads in threads.
-        prefetch: batches to read ahead.
         strict: refuse to run a program that deviates from its plan.
-        profile: profile a few steps.
         sample_tokens: tokens of text to generate at the end, for language models.
         sample_prompt: what such a text begins with; None takes the beginning of a held-out text.
         sample_every: steps between two samples during training; None for one at the end.
-        project: the name of the project.
         keep_micro: whether fewer processes keep the samples per device and microbatch.
         config: the config of the run, recorded in checkpoints; empty for runs from Python.
         recipe: the objects that the config describes; None for runs from Python.
         tokenizer: the file of the data's tokenizer, which the run remembers for exports.
         files: files to write into the run folder before training, by name.
-        warnings: warnings to show at the start.
         on_checked: called when all checks have passed, before anything is written or compiled.
     """
 

@@ -32,10 +32,7 @@ from meshwright.weights.resolve import without_tokenizer
 def read_config(config: Config, run_dir: str | Path | None) -> tuple[dict[str, Any], FitSettings]:
     """Return the arguments of `Trainer` for a config, and how its `fit` runs.
 
-    Args:
-        config: the config. A checkpoint that the run resumes from gives the global batch size, if
-            the config does not.
-        run_dir: the run folder; None for a run that writes nothing.
+    A checkpoint that the run resumes from gives the global batch size, if the config does not.
     """
     _refuse_commands_own(config)
     folder = None if run_dir is None else check_path("run_dir", run_dir).absolute()

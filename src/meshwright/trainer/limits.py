@@ -28,14 +28,9 @@ _numbers = itertools.count()
 
 
 class Limits:
-    """Decides when a run ends, identically in every process.
+    """Decides when a run ends, identically in every process; process 0 has the clock.
 
-    Args:
-        steps: the last step; None for no limit.
-        seconds: the time limit, by the clock of process 0; None for no limit.
-        callbacks: callbacks that may stop the run.
-        interrupt: records a signal to stop.
-        whole_data: whether the run is complete when the data ends.
+    With ``whole_data``, the run is complete when the data ends.
     """
 
     def __init__(
@@ -122,10 +117,6 @@ class StopTogether:
     many batches in hand as the others can run ahead of it, so none of them has begun a later step.
 
     Every process must make these objects in the same order: they meet under their number.
-
-    Args:
-        interrupt: records the signals to this process.
-        timeout_seconds: how long to wait for the others before the next step.
     """
 
     def __init__(self, interrupt: Interrupt, timeout_seconds: float = TIMEOUT_SECONDS) -> None:

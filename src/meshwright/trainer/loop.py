@@ -49,26 +49,13 @@ class Loop:
     """The training loop and its parts; a part that is switched off is a null object.
 
     Attributes:
-        step: the compiled step.
-        feed: feeds batches to steps.
-        recovery: deals with steps that are not finite.
-        limits: decide when the run ends.
-        meter: measures speed.
-        log: records metrics and events.
-        callbacks: the user's callbacks.
-        checkpointer: saves checkpoints.
-        profiling: profiles a few steps.
         evaluator: evaluates states on held-out data; None for no evaluation.
         eval_every: steps between two evaluations; None for a single one at the end.
         sample: returns a text that the model generates; None if it generates none.
         sample_every: steps between two such texts; None for none during training.
         evaluate_ahead: whether to compile the evaluation during the first step.
-        log_every: steps between two logged steps.
-        rate: the learning rate, as a metric.
         context: what callbacks read of the run, and ask for.
         shares: where the time of a step goes, once it has been profiled, until it is logged.
-        finite_check: finds steps that are not finite.
-        heartbeat: says where the loop is.
     """
 
     step: StepFunction

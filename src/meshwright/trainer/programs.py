@@ -39,14 +39,9 @@ StepFunction = Callable[[Any, list[Any]], tuple[Any, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step.
+    """A compiled step, from (state, batch leaves) to (state, metrics); the old state is donated.
 
-    Attributes:
-        run: from (state, batch leaves) to (state, metrics); the old state is donated.
-        text: returns the optimized program as text; None if the compiler has none.
-        ledger: what the step communicates; None if the compiler does not report it.
-        memory: memory use per device; None if the compiler does not report it.
-        seconds: compilation time.
+    What the compiler does not report is None.
     """
 
     run: StepFunction
@@ -107,12 +102,7 @@ def _reported(read: Callable[[], T]) -> T | None:
 
 
 class Programs:
-    """Compiles the programs of a step when they are first needed.
-
-    Args:
-        assembled: the step.
-        loss: what evaluations compute.
-    """
+    """Compiles the programs of a step, and of the loss in evaluation, when first needed."""
 
     def __init__(self, assembled: Assembled, loss: Loss) -> None:
         self.assembled, self.loss = assembled, loss
@@ -158,10 +148,6 @@ class Programs:
 
         Evaluations wait for it. Pipeline stages and several processes compile when they evaluate:
         whether stages can be used shows only then, and processes compile in the same order.
-
-        Args:
-            batch: arrays, or their shapes with shardings.
-            num_microbatches: in how many microbatches pipeline stages work on it.
         """
         key = _evaluation_key(batch, num_microbatches)
         apart = self.assembled.plan.size("pipe") > 1 or process_count() > 1

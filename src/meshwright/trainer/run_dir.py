@@ -119,16 +119,7 @@ def _on_main(folder: Path, act: Callable[[], None]) -> None:
 
 
 def check_disk_space(folder: Path, structs: CanonicalState, config: CheckpointConfig) -> list[str]:
-    """Refuse a disk without room for a checkpoint; warn if it has none for all that are kept.
-
-    Args:
-        folder: the run folder, which exists.
-        structs: the shapes and types of the arrays of a checkpoint.
-        config: whether checkpoints are saved, and how many are kept.
-
-    Returns:
-        the warnings.
-    """
+    """Refuse a disk without room for a checkpoint; return a warning if not all kept ones fit."""
     if not config.enabled:
         return []
     needed = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(structs))
@@ -159,9 +150,6 @@ class RunLock:
     Process 0 creates the lock file, with its host and process. The lock of a process that no
     longer runs on this host is replaced, and so is one that this job of SLURM left on any host
     before it was requeued.
-
-    Args:
-        folder: the run folder.
     """
 
     def __init__(self, folder: Path) -> None:

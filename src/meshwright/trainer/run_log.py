@@ -44,12 +44,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class RunLog:
-    """Logs how a run goes.
-
-    Attributes:
-        tracker: records metrics and events.
-        run_dir: the run folder; None for a run that writes nothing.
-    """
+    """Logs how a run goes."""
 
     tracker: Tracker
     run_dir: Path | None
@@ -57,15 +52,7 @@ class RunLog:
     def start(
         self, facts: Mapping[str, Any], ledger: Ledger | None, plan: Plan, *, before: int, note: str
     ) -> None:
-        """Log what is known before the first step.
-
-        Args:
-            facts: the content of run.json; its remarks are warnings.
-            ledger: what the step communicates, if the compiler reports it.
-            plan: the plan.
-            before: steps done before this run.
-            note: a remark on the evaluations; empty for none.
-        """
+        """Log what is known before the first step; remarks among the facts are warnings."""
         self.tracker.start(dict(facts))
         if ledger is not None:
             self._write_json("ledger.json", ledger.model_dump(mode="json"))

@@ -26,12 +26,7 @@ class StopReason(Enum):
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run stops.
-
-    Attributes:
-        reason: the kind of reason.
-        text: the reason for people.
-    """
+    """Why a run stops: the kind of reason, and the reason for people."""
 
     reason: StopReason
     text: str
@@ -91,14 +86,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one step.
-
-    Attributes:
-        samples: samples per global batch.
-        tokens: tokens per global batch; None if samples are not token sequences.
-        flops: floating-point operations per step; None if not counted.
-        peak_flops: peak of all devices together, per second; None if not known.
-    """
+    """The work of one step, and the peak of all devices together; None for what is not known."""
 
     samples: int
     tokens: int | None = None
@@ -107,12 +95,7 @@ class Work:
 
 
 class Meter:
-    """Measures speed between two readings; time spent on other things can be excluded.
-
-    Args:
-        work: the work of one step.
-        devices: devices whose memory is measured.
-    """
+    """Measures speed between two readings; time spent on other things can be excluded."""
 
     def __init__(self, work: Work, devices: list[Any]) -> None:
         self._work = work

@@ -32,15 +32,9 @@ from meshwright.trees import Batch
 
 @dataclass
 class Stepping:
-    """A run whose batches come one by one.
+    """A run whose batches come one by one; the next step donates the state.
 
-    Attributes:
-        trainer: what is trained.
-        programs: the programs of its step.
-        start: where it started.
-        state: the state after the last step, which the next one donates.
-        done: steps done, with those of an earlier `fit`.
-        losses: the loss of each step, by its number from 1.
+    Steps, those of an earlier `fit` too, are numbered from 1.
     """
 
     trainer: TrainerSettings

@@ -66,8 +66,7 @@ def no_loss(model: Any, batch: Any) -> Any:
 class TrainerSettings:
     """What is trained, and how: the fields of `Trainer`, which describes them.
 
-    Attributes:
-        defaults: how `fit` runs unless its arguments say otherwise.
+    ``defaults`` are how `fit` runs unless its arguments say otherwise.
     """
 
     model: UserModel
@@ -233,15 +232,7 @@ def places_unknown(trainer: type[Kind]) -> type[Kind]:
 
 
 def _place(name: str, own: Collection[str], others: Collection[str], when: str, other: str) -> str:
-    """Say where an argument belongs; empty if nowhere.
-
-    Args:
-        name: the argument.
-        own: the arguments of what was called.
-        others: those of the other call of a training.
-        when: when that one is made.
-        other: how it is written.
-    """
+    """Say that an argument belongs to the other call of a training, and when that is made."""
     meant = SYNONYMS.get(name, name)
     if name in others:
         return f"write it {when}: `{other}(…, {name}={ANY})`"

@@ -17,11 +17,7 @@ from meshwright.data.document_marks import named_ends
 from meshwright.data.mixture import MixtureData
 from meshwright.data.protocols import Data
 from meshwright.data.rollout_data import RolloutData
-from meshwright.errors import (
-    NotFinite,
-    OutOfMemory,
-    first_line,
-)
+from meshwright.errors import NotFinite, OutOfMemory, first_line
 from meshwright.plan import Plan, unused_pipeline
 from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
@@ -37,11 +33,7 @@ from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.trainer.batch_loader import BatchFeed, BatchLoader, count_batches
 from meshwright.trainer.callbacks import CallbackContext, Callbacks
-from meshwright.trainer.checkpointer import (
-    Checkpointer,
-    RunMetadata,
-    make_checkpointer,
-)
+from meshwright.trainer.checkpointer import Checkpointer, RunMetadata, make_checkpointer
 from meshwright.trainer.evaluating.evaluation import Evaluator
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.incidents.flight_record import FlightRecorder
@@ -73,11 +65,7 @@ from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
 from meshwright.trainer.starting.resume import ResumePoint, check_newest, run_id
 from meshwright.trainer.starting.run_checks import check_early_stopping, check_rewinding
-from meshwright.trainer.starting.run_warnings import (
-    no_rate_left,
-    over_sharded,
-    repeated_samples,
-)
+from meshwright.trainer.starting.run_warnings import no_rate_left, over_sharded, repeated_samples
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.base_weights import keep_base
@@ -91,13 +79,6 @@ class TrainingRun:
     """A training run that has passed all checks that need no compilation.
 
     The constructor checks; nothing is written or compiled before `run`.
-
-    Args:
-        trainer: what is trained.
-        asked: how it is trained.
-        programs: the step, and those of its programs that are compiled already.
-        batch: a global batch.
-        start: where the run starts.
     """
 
     def __init__(

@@ -12,13 +12,7 @@ from meshwright.errors import UserError
 
 
 class WrongValue(ValueError):
-    """A value of config.json that no model can have.
-
-    Attributes:
-        key: its key.
-        value: the value; None if it is null or missing.
-        expected: what it has to be.
-    """
+    """A value of config.json that no model can have; None if it is null or missing."""
 
     def __init__(self, key: str, value: Any, expected: str) -> None:
         super().__init__(f"{key}={json.dumps(value)} is not {expected}")
@@ -93,10 +87,7 @@ def complete(
 ) -> dict[str, Any]:
     """Return the values of a config.json with the defaults of those that it leaves out.
 
-    Args:
-        config: the config.json.
-        keys: the keys that the family reads; others may not be there.
-        architecture: what the model is called, for messages.
+    Keys that the family does not read may not be there, unless they have no effect.
     """
     others = [key for key in config if key not in keys and key not in WITHOUT_EFFECT]
     unknown = [key for key in others if config[key] is not None]
@@ -176,26 +167,16 @@ ROTARY = {
 
 
 def rotary(values: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """Return the rotary settings: rope_type, rope_theta and its numbers.
+    """Return the rotary settings: rope_type, rope_theta (by default ``base``) and its numbers.
 
     As in transformers, the older spelling replaces the newer one, and its base the one outside.
-
-    Args:
-        values: the config.json, completed by defaults.
-        base: the base, where config.json leaves it out.
     """
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     return rope_settings(values[key] or {}, values["rope_theta"] or base, key)
 
 
 def rope_settings(found: Mapping[str, Any], base: float, where: str) -> dict[str, Any]:
-    """Return rotary settings with their type and base; refuse keys that are not known.
-
-    Args:
-        found: the settings.
-        base: the base, where they leave it out.
-        where: their key in config.json.
-    """
+    """Return rotary settings with their type and base; refuse keys that are not known."""
     # Some write that all dims are rotated, which is what the others do without saying so.
     whole = ("partial_rotary_factor", 1.0)
     found = dict(each for each in found.items() if each != whole)

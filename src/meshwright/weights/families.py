@@ -15,8 +15,7 @@ from meshwright.weights.family import Family, HfConfig
 from meshwright.weights.gemma3_names import GEMMA2, GEMMA3
 from meshwright.weights.gpt2_names import GPT2
 from meshwright.weights.hf_folder import CONFIG
-from meshwright.weights.llama_names import LLAMA, MISTRAL, PHI3, QWEN2
-from meshwright.weights.qwen3_names import QWEN3
+from meshwright.weights.llama_names import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from meshwright.weights.vit_names import VIT
 
 _ALL = (GPT2, GEMMA2, GEMMA3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, VIT)
@@ -26,24 +25,13 @@ FAMILIES = {family.kind: family for family in _ALL}
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a config.json describes.
-
-    Attributes:
-        family: the family.
-        arguments: the arguments of its model.
-    """
+    """The family that a config.json describes, and the arguments of its model."""
 
     family: Family
     arguments: Mapping[str, Any]
 
     def refuse_contradictions(self, given: Mapping[str, Any], where: str, fix: str) -> None:
-        """Refuse arguments that differ from config.json where they may not.
-
-        Args:
-            given: arguments of the model; None stands for what config.json says.
-            where: its folder, for messages.
-            fix: what to write instead.
-        """
+        """Refuse arguments that differ from config.json where they may not; None is the same."""
         differing = [
             f"{name} is {given[name]} here and {value} in {CONFIG}"
             for name, value in self.arguments.items()
@@ -73,12 +61,7 @@ class Architecture:
 
 
 def read_architecture(config: HfConfig, where: str) -> Architecture:
-    """Return what a config.json describes.
-
-    Args:
-        config: its content.
-        where: its folder, for messages.
-    """
+    """Return what the config.json of the folder ``where`` describes."""
     family = _find(config, where)
     inner: Any = config.get("text_config")
     parts = (config, inner) if isinstance(inner, Mapping) else (config,)

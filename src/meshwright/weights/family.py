@@ -15,13 +15,7 @@ HfConfig = Mapping[str, Any]
 
 
 class TensorRow(NamedTuple):
-    """Where an array of the model is in the files; ``{n}`` stands for the number of a block.
-
-    Attributes:
-        path: the canonical path in the model.
-        name: the name in the file.
-        view: how the array is found in the tensor.
-    """
+    """Where an array of the model is in the files; ``{n}`` stands for the number of a block."""
 
     path: str
     name: str

@@ -38,12 +38,7 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with the weights of a published model.
-
-    Attributes:
-        path: the folder.
-        config: its config.json.
-    """
+    """A folder with the weights of a published model, and its config.json."""
 
     path: Path
     config: HfConfig
@@ -117,10 +112,7 @@ class Folder:
         headers = {file: read_header(self.path / file) for file in names}
         found = {(name, file): t for file in names for name, t in headers[file].items()}
         wanted = {(name, str(file)) for name, file in files.items()}
-        differing = {
-            "not found": wanted - found.keys(),
-            "not in the index": found.keys() - wanted,
-        }
+        differing = {"not found": wanted - found.keys(), "not in the index": found.keys() - wanted}
         reasons = [
             f"{what}: {listed([f'`{name}` in {file}' for name, file in sorted(each)], quote='')}"
             for what, each in differing.items()
@@ -187,13 +179,7 @@ def describe_differences(
     need: Mapping[str, Sequence[int]],
     where: str = "in the checkpoint",
 ) -> list[str]:
-    """Describe how saved arrays differ from those of a model: missing, additional, other shapes.
-
-    Args:
-        have: shapes of what is saved, by name.
-        need: shapes of what the model has, by name.
-        where: where they are saved.
-    """
+    """Describe how saved arrays differ from those of a model: missing, additional, other shapes."""
     shapes = [
         f"`{path}` is {list(have[path])} and should be {list(need[path])}"
         for path in need

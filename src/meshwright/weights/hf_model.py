@@ -23,11 +23,7 @@ from meshwright.weights.kept import published_config
 class HfModel:
     """Builds the model of a folder, with random weights; `Trainer` then loads the folder's.
 
-    Attributes:
-        folder: the folder.
-        kind: the model's kind.
-        arguments: its arguments.
-        pretrained: whether training starts from the folder's weights.
+    Unless ``pretrained`` is False: then training starts from the random ones.
     """
 
     folder: Folder
@@ -91,10 +87,6 @@ def check_numbers(model: Any, folder: Folder) -> None:
     """Refuse a built-in model with other numbers than the folder's, which have no shape.
 
     A model of the user's own classes may compute anything, so it is not compared.
-
-    Args:
-        model: the model; its arrays may be shapes.
-        folder: the folder whose weights it gets.
     """
     published = abstract_model(hf_model(folder.path))
     if type(model) is not type(published):

@@ -33,13 +33,7 @@ _RESPELLED = (
 def keep_files(
     folder: Folder | None, *, tokenizer: str | None = None, config: HfConfig | None = None
 ) -> dict[str, str]:
-    """Return the files to remember, by name.
-
-    Args:
-        folder: the folder of the weights; None without any.
-        tokenizer: the tokenizer of the data: a file or its folder.
-        config: the config.json of the model that is trained, if it is not the folder's.
-    """
+    """Return the files to remember: the folder's, the tokenizer's, and another config.json."""
     files = {} if folder is None else folder.kept_files()
     if config is not None:
         files[CONFIG] = json.dumps({**json.loads(files.get(CONFIG, "{}")), **config}, indent=2)
@@ -59,13 +53,7 @@ def read_kept(folder: Path) -> dict[str, str]:
 
 
 def published_config(kind: str, arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
-    """Return the config.json of a model.
-
-    Args:
-        kind: the model's kind.
-        arguments: its arguments; others have their defaults.
-        kept: the config.json that its weights came with, if any.
-    """
+    """Return the config.json of a model; ``kept`` is the one that its weights came with, if any."""
     family = find_family(kind)
     named = family.own_names(text_model(kept))
     before = {key: value for key, value in named.items() if key not in _RESPELLED}

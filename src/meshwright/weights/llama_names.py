@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen 2 and Phi 3: their names and their config.json."""
+"""Llama, Mistral, Qwen 2 and 3, and Phi 3: their names and their config.json."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from meshwright.weights.config_values import (
 )
 from meshwright.weights.decoder_names import (
     ATTENTION,
+    HEAD_NORMS,
     MLP_NORM,
     check_layer_types,
     decoder_family,
@@ -121,15 +122,35 @@ MISTRAL = decoder_family(
 )
 
 
+_FULL = "full_attention"
+_QWEN_DEFAULTS = {
+    **_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+_QWEN_KEYS = {
+    "num_key_value_heads": Key("size", 32, "num_kv_heads", null=True),
+    "hidden_act": only("silu"),
+    "use_sliding_window": only(False),
+    "layer_types": Key("list", null=True),
+    **without_effect("sliding_window", "max_window_layers"),
+}
+
+
 def _qwen2_arguments(values: HfConfig) -> dict[str, Any]:
-    check_layer_types(values, "full_attention")
+    check_layer_types(values, _FULL)
     return _arguments(values)
 
 
 def _qwen2_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unpublished("Qwen2ForCausalLM", arguments, "sliding_window")
-    full = ["full_attention"] * arguments["num_blocks"]
-    return {**_config(arguments), "use_sliding_window": False, "layer_types": full}
+    return {**_config(arguments), **_whole_rows(arguments)}
+
+
+def _whole_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_sliding_window": False, "layer_types": [_FULL] * arguments["num_blocks"]}
 
 
 QWEN2 = decoder_family(
@@ -143,24 +164,36 @@ QWEN2 = decoder_family(
             for name in _HEADS
         ),
     ),
-    defaults={
-        **_DEFAULTS,
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-    },
+    defaults=_QWEN_DEFAULTS,
     arguments=_qwen2_arguments,
     config=_qwen2_config,
-    keys={
-        **_KEYS,
-        "num_key_value_heads": Key("size", 32, "num_kv_heads", null=True),
-        "use_sliding_window": only(False),
-        "use_mrope": only(False),
-        "layer_types": Key("list", null=True),
-        **without_effect("sliding_window", "max_window_layers"),
-    },
+    keys={**_KEYS, **_QWEN_KEYS, "use_mrope": only(False)},
     other_architectures=("Qwen2Model",),
+)
+
+
+def _qwen3_arguments(values: HfConfig) -> dict[str, Any]:
+    settings = rotary(values, 10_000.0)
+    refuse_other_scaling(settings, "default")
+    check_layer_types(values, _FULL)
+    return {"rope_base": settings["rope_theta"]}
+
+
+def _qwen3_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {"rope_theta": arguments["rope_base"], "rope_scaling": None}
+    return {"hidden_act": "silu", "attention_bias": False, **_whole_rows(arguments), **rope}
+
+
+QWEN3 = decoder_family(
+    kind="qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    rows=(*HEAD_NORMS, MLP_NORM),
+    defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+    arguments=_qwen3_arguments,
+    config=_qwen3_config,
+    keys=_QWEN_KEYS,
+    other_architectures=("Qwen3Model",),
 )
 
 

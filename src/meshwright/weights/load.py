@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,29 +28,16 @@ def weights_of(folder: Folder, assembled: Assembled) -> Weights:
 
 
 def load_state(weights: Weights, assembled: Assembled, seed: int) -> TrainState:
-    """Return the initial state with these weights; no random weights are computed.
-
-    Args:
-        weights: the weights.
-        assembled: the step.
-        seed: the seed of random streams, such as those of dropout.
-    """
+    """Return the initial state with these weights; the seed is that of dropout and the like."""
     layout, decision = assembled.traced.layout, assembled.decision
     arrays: dict[int, Any] = {}
     for number, step in enumerate(layout.step_leaves):
         if step.leaf.is_weight and not step.leaf.path.startswith(PREFIX):
             sharding = NamedSharding(assembled.mesh, decision.at_rest[number].spec)
             paths = [layout.leaves[source].path for source in step.sources]
-            arrays[number] = _load_leaf(weights, step, paths, sharding)
+            read = partial(_read_piece, weights, step, paths)
+            arrays[number] = _load(step.leaf.shape, sharding, read)
     return assembled.init(seed, given=arrays)
-
-
-def _load_leaf(
-    weights: Weights, step: StepLeaf, paths: Sequence[str], sharding: NamedSharding
-) -> jax.Array:
-    return _load(
-        step.leaf.shape, sharding, lambda ranges: _read_piece(weights, step, paths, ranges)
-    )
 
 
 def load_array(weights: Weights, path: str, struct: jax.ShapeDtypeStruct) -> jax.Array:

@@ -30,10 +30,7 @@ HEAD = "lm_head.weight"
 class Weights:
     """The weights of a folder for a model, of which slices can be read.
 
-    Attributes:
-        folder: the folder.
-        shapes: the shapes of the model's arrays, by canonical path.
-        skipped: what of the folder is left out, in one line; empty for nothing.
+    ``shapes`` are those of the model's arrays; ``skipped`` says in one line what is left out.
     """
 
     folder: Folder
@@ -62,12 +59,7 @@ class Weights:
 
 
 def find_weights(folder: Folder, shapes: Shapes) -> Weights:
-    """Find a model's arrays in a folder; refuse a folder that does not fit the model.
-
-    Args:
-        folder: the folder.
-        shapes: the shapes of the model's arrays, by canonical path.
-    """
+    """Find a model's arrays in a folder by canonical path; refuse a folder that does not fit."""
     architecture = read_architecture(folder.config, str(folder.path))
     family = architecture.family
     places = place_arrays(architecture, shapes)

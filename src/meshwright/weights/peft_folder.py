@@ -34,15 +34,10 @@ _OTHER = {
 
 @dataclass(frozen=True)
 class _Place:
-    """Where PEFT keeps a factor.
+    """Where PEFT keeps a factor of a layer.
 
-    Attributes:
-        module: the layer.
-        name: the name of the tensor.
-        path: the path of the factor.
-        shape: the shape of the factor.
-        order: the order of the factor's dims in the tensor.
-        first: whether it is the factor of the inputs, which PEFT keeps transposed.
+    ``order`` is that of the factor's dims in the tensor. The factor of the inputs comes ``first``,
+    and PEFT keeps it transposed.
     """
 
     module: str
@@ -110,17 +105,7 @@ def write_peft(
     shapes: Mapping[str, Sequence[int]],
     dropout: float = 0.0,
 ) -> list[str]:
-    """Write a PEFT folder, and return the names of its tensors.
-
-    Args:
-        target: the folder, which exists.
-        kind: the kind of the model.
-        adapters: the adapters.
-        factors: their factors by path.
-        base: the folder of the base.
-        shapes: the shapes of the model's weights by path.
-        dropout: the share of inputs that training dropped.
-    """
+    """Write a PEFT folder of adapters and their factors; return the names of its tensors."""
     places = [place for adapter in adapters for place in _places(adapter, kind)]
     tensors = {place.name: place.tensor(np.asarray(factors[place.path])) for place in places}
     modules = [place.module for place in places]
@@ -168,13 +153,7 @@ def other_base(folder: Path, weights: str | Path | None) -> str:
 
 
 def read_peft(folder: Path, kind: str, adapters: Sequence[Adapter]) -> dict[str, NDArray[Any]]:
-    """Return the factors of adapters that a PEFT folder has, by path.
-
-    Args:
-        folder: the folder.
-        kind: the kind of the model.
-        adapters: the adapters of the run.
-    """
+    """Return the factors of the run's adapters that a PEFT folder has, by path."""
     config = _read_config(folder)
     _check(folder, config, adapters[0].rank)
     have = read_header(folder / PEFT_WEIGHTS)

@@ -25,25 +25,17 @@ _TOKENIZED = (*BYTES_WITHOUT_TOKENIZER[:-1], "tokens", "mixture")
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config completed from a folder.
-
-    Attributes:
-        values: the config.
-        origins: the file that each added value comes from, by key.
-    """
+    """A config completed from a folder, and the file that each added value comes from."""
 
     values: dict[str, Any]
     origins: dict[str, str]
 
 
 def resolve_weights(values: Mapping[str, Any], *, saved: bool) -> Resolved:
-    """Complete a config from the folder that ``model.weights`` names, if any.
+    """Complete a composed config from the folder that ``model.weights`` names, if any.
 
-    The model's kind and sizes are written out, so that the run can be loaded without the folder.
-
-    Args:
-        values: the composed config, not validated yet.
-        saved: whether it is that of an earlier run, whose folder may be gone.
+    The model's kind and sizes are written out, so that the run can be loaded without the folder:
+    a ``saved`` config may name one that is gone.
     """
     section = values.get("model")
     model: dict[str, Any] = dict(section) if isinstance(section, Mapping) else {}

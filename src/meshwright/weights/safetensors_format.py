@@ -41,14 +41,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file.
-
-    Attributes:
-        name: its name.
-        dtype: its number format, as in the header.
-        shape: its dims.
-        file: the file.
-    """
+    """A tensor in a file; its number format is called as in the header."""
 
     name: str
     dtype: str
@@ -129,14 +122,7 @@ def _open(file: Path) -> Generator[Any]:
 def write_file(
     file: Path, shapes: Mapping[str, Sequence[int]], dtype: str, arrays: Iterator[NDArray[Any]]
 ) -> None:
-    """Write a file, one tensor at a time.
-
-    Args:
-        file: the file to write.
-        shapes: the shapes of its tensors, by name.
-        dtype: the number format of all of them, as NumPy names it.
-        arrays: the tensors, in the same order.
-    """
+    """Write a file one tensor at a time, in the order of the shapes; NumPy names the dtype."""
     target = DTYPES[DTYPE_NAMES[dtype]]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -37,12 +37,7 @@ class View:
     part: int = 0
 
     def tensor_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the tensor for an array of this shape.
-
-        Args:
-            shape: the array's shape.
-            sizes: sizes of named dims that the shape does not tell.
-        """
+        """Return the shape of an array's tensor; ``sizes`` are those its shape does not tell."""
         known = self._sizes(shape, sizes)
         return tuple(math.prod(known[name] for name in dim) for dim in self.dims[0])
 
@@ -53,14 +48,7 @@ class View:
         shape: Sequence[int],
         sizes: Mapping[str, int],
     ) -> NDArray[Any]:
-        """Read a slice of the array, and no more of the tensor than it takes.
-
-        Args:
-            tensor: the tensor.
-            ranges: the slice of the array, by dim.
-            shape: the array's whole shape.
-            sizes: sizes of named dims that the shape does not tell.
-        """
+        """Read a slice of an array of this shape, and no more of the tensor than it takes."""
         known = self._sizes(shape, sizes)
         stored, wanted = self.dims
         chosen = {name: (0, known[name]) for dim in stored for name in dim}

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.weights.config_values import (
-    Key,
-    WrongValue,
-    check_value,
-    only,
-    without_effect,
-)
+from meshwright.weights.config_values import Key, WrongValue, check_value, only, without_effect
 from meshwright.weights.family import Family, HfConfig, TensorRow, layer_rows, norm_rows
 from meshwright.weights.views import View
 

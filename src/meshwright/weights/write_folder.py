@@ -34,16 +34,9 @@ ReadArrays = Callable[[Sequence[str]], Mapping[str, NDArray[Any]]]
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote.
+    """What an export wrote: the shapes of the tensors by name, and the names of the files.
 
-    Attributes:
-        folder: the folder.
-        architecture: what its config.json calls the model.
-        dtype: the number format of the weights.
-        parameters: how many numbers there are.
-        rounded: how many of them the number format could not hold as they were.
-        tensors: the shapes of the tensors, by name.
-        files: the names of the files.
+    ``rounded`` counts the numbers that the number format could not hold as they were.
     """
 
     folder: Path
@@ -57,15 +50,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Source:
-    """A model to export.
-
-    Attributes:
-        kind: its kind.
-        arguments: its arguments.
-        shapes: the shapes of its arrays, by canonical path.
-        read: reads some of them.
-        kept: what its run remembers of the folder its weights came from.
-    """
+    """A model to export: its arrays by path, and what its run remembers of their origin."""
 
     kind: str
     arguments: Mapping[str, Any]
@@ -75,13 +60,9 @@ class Source:
 
 
 def write_folder(source: Source, target: Path, dtype: str | None = None) -> Exported:
-    """Write a model as a Hugging Face folder.
+    """Write a model as a Hugging Face folder, which must not exist or be empty.
 
-    Args:
-        source: the model.
-        target: the folder to write, which must not exist or be empty.
-        dtype: the number format of the weights; by default that of the weights the model was
-            trained from, or float32.
+    The number format is by default that of the weights the model was trained from, or float32.
     """
     check_target(target)
     kept = json.loads(source.kept.get(CONFIG, "{}"))

@@ -19,12 +19,7 @@ Vector = np.ndarray[Any, np.dtype[Any]]
 def check_all_reduce(
     devices: Sequence[Any], timeout_seconds: float = TIMEOUT_SECONDS
 ) -> dict[str, Any]:
-    """Sum over all devices and compare with the closed form, device by device.
-
-    Returns:
-        ok; expected (the closed form n(n+1)/2); wrong_devices (id and fault of each);
-        error (the reason when no result came).
-    """
+    """Sum over all devices and compare with the closed form n(n+1)/2, device by device."""
     outcome: dict[str, Any] = {"error": f"no result within {timeout_seconds:g} s"}
 
     def work() -> None:

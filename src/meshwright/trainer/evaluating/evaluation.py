@@ -32,17 +32,10 @@ MAX_IN_FLIGHT = 2
 
 
 class Evaluator:
-    """Evaluates training states on held-out data.
+    """Evaluates training states, or their moving averages, on held-out data.
 
     The model runs in eval mode: without dropout, and with its running batch statistics. Every
-    sample counts once.
-
-    Args:
-        programs: the compiled programs of the step whose states are evaluated.
-        data: held-out samples, the same in every evaluation.
-        limit: the most batches one evaluation uses, each as large as a training batch; None for
-            all samples.
-        ema: evaluate the moving average of the parameters instead.
+    sample counts once, of at most ``limit`` batches as large as those of training.
     """
 
     def __init__(
@@ -62,10 +55,6 @@ class Evaluator:
         """Return the mean loss and metrics, and the number of samples as ``eval_samples``.
 
         Of data in parts, also the loss of each, as ``loss.`` with its name.
-
-        Args:
-            state: the training state.
-            warn: called if evaluation cannot run in pipeline stages as training does.
         """
         sums, num_samples = _Sums(), 0
         alone = {name: _Sums() for name in self._parts if name}
@@ -190,10 +179,7 @@ def prediction_inputs(
 ) -> tuple[Data, Callable[[Any, Any], Any]]:
     """Return the data and the function of a prediction as the user gives them.
 
-    Args:
-        data: what training takes, or one array of samples.
-        function: ``function(model, batch)``; None applies the model to the only array.
-        like: a batch of the training data, as shapes.
+    Without a function, the model is applied to the only array.
     """
     if hasattr(data, "shape") and hasattr(data, "dtype"):
         return as_data({"batch": np.asarray(data)}), _OfArray(function) if function else apply_model
@@ -202,22 +188,9 @@ def prediction_inputs(
 
 
 def predict(
-    programs: Programs,
-    state: TrainState,
-    data: Data,
-    function: Callable[[Any, Any], Any],
+    programs: Programs, state: TrainState, data: Data, function: Callable[[Any, Any], Any]
 ) -> Any:
-    """Return ``function(model, batch)`` for every sample, in the order of the data.
-
-    Args:
-        programs: the compiled programs of the step whose state predicts.
-        state: the training state.
-        data: the samples.
-        function: returns a tree of arrays with one row per sample.
-
-    Returns:
-        The function's tree, with NumPy arrays of all samples.
-    """
+    """Return ``function(model, batch)``, NumPy arrays of all samples, in the order of the data."""
     parts: list[Any] = []
     in_flight: deque[Any] = deque()
     with MemoryAdvice(programs.assembled).during(lambda: "predicting", trains=False):

@@ -21,13 +21,7 @@ from meshwright.step.place_batch import local_rows, place_batch
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A batch on the mesh.
-
-    Attributes:
-        arrays: its arrays, nested as on the host.
-        num_samples: its samples.
-        num_microbatches: in how many microbatches pipeline stages work on it.
-    """
+    """A batch on the mesh, nested as on the host, and its microbatches for pipeline stages."""
 
     arrays: Any
     num_samples: int
@@ -40,17 +34,8 @@ class EverySample:
     Full batches come first, each as large as what the devices work on at a time in training. The
     remainder is a separate batch. If it cannot be sharded evenly over the mesh, it is placed
     unsharded, and the compiled program shards it unevenly. Batches that are given stay as they
-    are.
-
-    Args:
-        assembled: the step whose mesh and plan are used.
-        data: the samples.
-        limit: the most batches to use, each as large as a training batch; None for all samples.
-        in_order: read sources in their own order instead of a shuffled one, for predictions.
-
-    Attributes:
-        num_samples: samples of one pass; None if the batches have to be counted.
-        data: the data.
+    are. At most ``limit`` batches as large as those of training are used; ``num_samples`` is None
+    if the batches have to be counted.
     """
 
     def __init__(
@@ -93,8 +78,7 @@ class EverySample:
     def shapes(self, first: Any) -> list[PlacedBatch]:
         """Return the kinds of batches to come, with shapes instead of arrays.
 
-        Args:
-            first: what `first` returned. Without a number of samples, other batches may differ.
+        Without a number of samples, others may differ from the first.
         """
         if self.data.forward_only:
             return []

@@ -37,15 +37,9 @@ MAX_RECORDS = 3
 
 @dataclass(frozen=True)
 class Incident:
-    """A step that was not finite.
+    """A step that was not finite, its batch, the values of the steps up to it, and what is done.
 
-    Attributes:
-        bad: the step.
-        number: the number of its batch, from 0.
-        samples: the numbers of its samples in the data; None if the data do not number them.
-        batch: the leaves of the batch on the devices.
-        history: the values of the steps up to it.
-        action: what the run does about it.
+    The samples are their numbers in the data, if those number them.
     """
 
     bad: BadStep
@@ -57,14 +51,7 @@ class Incident:
 
 
 class FlightRecorder:
-    """Writes records into a run folder; every process must make the same calls.
-
-    Args:
-        run_dir: the run folder; None to write nothing.
-        assembled: the step.
-        form: the canonical form of its states.
-        metadata: returns the metadata of the state after a step.
-    """
+    """Writes records into a run folder, if there is one; every process must make the same calls."""
 
     def __init__(
         self,
@@ -80,9 +67,7 @@ class FlightRecorder:
     def write(self, incident: Incident, snapshot: Snapshot) -> tuple[Path | None, str]:
         """Write a record; return its folder, or None and why there is none.
 
-        Args:
-            incident: the step.
-            snapshot: the state before it, which may be left out for not being finite itself.
+        The state before the step may be left out for not being finite itself.
         """
         if self._folder is None:
             return None, "a run without a folder keeps no record"
@@ -199,13 +184,7 @@ def _finish(beside: Path, path: Path, problem: str) -> str:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """A step that was not finite, as it was recorded.
-
-    Attributes:
-        folder: the folder of the record.
-        facts: the content of record.json.
-        leaves: the arrays of the global batch.
-    """
+    """A step that was not finite: the content of record.json, and the arrays of its batch."""
 
     folder: Path
     facts: Mapping[str, Any]

@@ -49,13 +49,7 @@ def check_policy(action: Any, max_skipped: Any, max_rewinds: Any) -> None:
 
 @dataclass(frozen=True)
 class StepValues:
-    """The values of one step, the same in every process.
-
-    Attributes:
-        step: its number, from 1.
-        loss: the loss of the whole batch.
-        grad_norm: the norm of the whole gradient.
-    """
+    """Loss and gradient norm of a step, numbered from 1; the same in every process."""
 
     step: int
     loss: float
@@ -68,12 +62,7 @@ class StepValues:
 
 
 class BadStep(Exception):
-    """A step was not finite, and changed nothing; nor did those after it.
-
-    Attributes:
-        values: its loss and gradient norm.
-        loss: the loss as the device has it.
-    """
+    """A step was not finite, and changed nothing; nor did those after it."""
 
     def __init__(self, values: StepValues, loss: Any) -> None:
         self.values, self.loss = values, loss
@@ -91,13 +80,8 @@ def bad_step_error(
 ) -> NotFinite:
     """Return the error that ends a run.
 
-    Args:
-        values: the step.
-        began: the step and the norm with which it began, if that was an earlier one.
-        batch: which batch it was.
-        limit: why the run does not continue without it.
-        fix: what to do next; smaller steps by default.
-        indices: which index of the batch is out of range.
+    ``began`` are the step and the norm with which it began, if that was an earlier one, and
+    ``limit`` is why the run does not continue without it.
     """
     if indices:
         why, fix = indices, "correct the data, or give the model that many classes or rows"
@@ -124,9 +108,6 @@ class FiniteCheck:
     late does no harm: `BadStep` names it. Without a guard, a gradient that is not finite is left to
     the optimizer; if the loss or the state follows, the divergence began there. With loss scaling
     such steps are skipped on the devices.
-
-    Attributes:
-        history: the values of the latest steps.
     """
 
     def __init__(self) -> None:

@@ -40,19 +40,9 @@ Rewind = Callable[[], tuple[CheckpointMetadata, TrainState]]
 
 
 class Recovery:
-    """Deals with bad steps, identically in every process.
+    """Deals with bad steps as the trainer says, identically in every process.
 
-    Args:
-        trainer: says what to do.
-        feed: feeds batches.
-        form: the canonical form of states.
-        recorder: writes flight records.
-        checkpointer: saves the last good state before the run stops.
-        rewind: restores the newest checkpoint.
-        limits: decide when the run ends.
-        tracker: records incidents.
-        data: names the samples of a batch.
-        batch_size: samples per global batch.
+    Before the run stops, the last good state is saved; ``rewind`` restores the newest checkpoint.
     """
 
     def __init__(
@@ -87,11 +77,7 @@ class Recovery:
     ) -> TrainState:
         """Return the state to continue from, and set the progress; raise if the run stops here.
 
-        Args:
-            bad: the step.
-            state: the state before it: neither it nor those after it have changed anything.
-            check: has the values of the latest steps.
-            progress: the progress of the run.
+        Neither the bad step nor those after it have changed anything.
         """
         check.forget()
         # Two saves at once would wait for each other's processes.

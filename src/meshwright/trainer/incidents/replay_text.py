@@ -18,14 +18,7 @@ SHOWN = 16
 
 @dataclass(frozen=True)
 class BadArray:
-    """An array of the batch that is not finite.
-
-    Attributes:
-        name: its name.
-        nans: how many elements are NaN.
-        infs: how many elements are infinite.
-        samples: the numbers of the samples that have them.
-    """
+    """An array of the batch that is not finite: how many elements, and which samples."""
 
     name: str
     nans: int

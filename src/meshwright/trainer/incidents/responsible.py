@@ -25,12 +25,7 @@ Scale = Sequence[Any] | None
 
 @dataclass(frozen=True)
 class Responsible:
-    """The samples that a step is not finite with.
-
-    Attributes:
-        samples: the numbers of those that are not finite alone.
-        finite_without: whether the others together are finite; None if there are none.
-    """
+    """The samples with which alone a step is not finite, and whether the others together are."""
 
     samples: tuple[int, ...]
     finite_without: bool | None

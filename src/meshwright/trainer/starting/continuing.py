@@ -22,13 +22,9 @@ from meshwright.trainer.trained.fit_result import FitResult
 
 @dataclass
 class Memory:
-    """What a trainer remembers from one `fit` to the next.
+    """What a trainer remembers from one `fit` to the next: data as given and as read.
 
-    Attributes:
-        result: the result of the last `fit`.
-        data: the data of the last `fit`, as given and as read.
-        plans: what the planner chose, by samples per batch.
-        tables: what the initial model computed of data, by their fingerprints.
+    Plans are kept by samples per batch, and what the initial model computed by fingerprint.
     """
 
     result: FitResult | None = None
@@ -90,10 +86,7 @@ def choose_start(
 ) -> tuple[ResumePoint | None, FitResult | None]:
     """Return what a `fit` starts from: a checkpoint, the last result, or neither.
 
-    Args:
-        point: the checkpoint that was found on disk.
-        result: the last result of the trainer, if it is to be continued.
-        resume: what the user wrote; anything but ``auto`` asks for the checkpoint.
+    Any ``resume`` but ``auto`` asks for the checkpoint.
     """
     if point is None or result is None or resume != "auto" or point.step == result.steps:
         return point, None if point is not None else result

@@ -23,13 +23,7 @@ from meshwright.text.units import counted
 def plan_for_remaining(
     make: Callable[[int], Plan], num_devices: int, *, keep_micro: bool = False
 ) -> Plan:
-    """Return the plan for the devices there are; without some processes, the shrunken one.
-
-    Args:
-        make: makes the plan for a number of devices.
-        num_devices: the devices of the processes that are there.
-        keep_micro: whether the samples per device and microbatch were chosen by the user.
-    """
+    """Return the plan for the devices there are; without some processes, the shrunken one."""
     allowed = ProcessRange.from_environment()
     if allowed is None:
         return make(num_devices)
@@ -81,9 +75,6 @@ def shrink_plan(plan: Plan, num_devices: int, *, keep_micro: bool = False) -> Pl
     Tensor and pipe keep their sizes. Data shrinks first, then fsdp, to one of its divisors. A
     step keeps its number of microbatches, so that dropout and batch statistics stay the same and
     each device gets more samples; with ``keep_micro``, it gets more microbatches instead.
-
-    Raises:
-        UserError: there is no such plan.
     """
     if num_devices == plan.num_devices:
         return plan

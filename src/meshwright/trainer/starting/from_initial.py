@@ -29,15 +29,7 @@ FOLDER = "initial_fields"
 def fill_tables(
     programs: Programs, state: TrainState, loss: Loss, restoring: Restoring, tracker: Tracker
 ) -> None:
-    """Fill the tables of the data: computed now, or if training has begun, from where it began.
-
-    Args:
-        programs: the programs of the step.
-        state: the state that the run starts from.
-        loss: the loss; the ``initial_fields`` of its task are computed.
-        restoring: where that state comes from, with the data of the run.
-        tracker: is told about it.
-    """
+    """Fill the tables of the data: computed now, or if training has begun, from where it began."""
     point, asked = restoring.point, restoring.asked
     for data in (asked.data, asked.eval_data):
         if not isinstance(data, InitialFields):

@@ -72,11 +72,7 @@ def batches_by_step(
 ) -> Callable[[int], Any]:
     """Return the batches of data that is given, as a function of the step.
 
-    Args:
-        trainer: the trainer.
-        data: what `fit` takes, or such a function.
-        batch_size: samples per global batch; None takes those of the plan or of the last `fit`.
-        last: the result of that `fit`.
+    Their size is by default that of the plan or of the last `fit`.
     """
     if callable(data) and len(parameters_of(data)) == 1:
         return data

@@ -20,12 +20,7 @@ MAX_DEPTH = 24
 
 
 class LearningRate:
-    """The learning rate as a metric; nothing if it cannot be found.
-
-    Args:
-        schedule: the learning rate by step; None if it is not known.
-        leaves: the leaves of the optimizer's state, one of which may be the learning rate.
-    """
+    """The learning rate as a metric, by its schedule or as a leaf of the optimizer, if found."""
 
     def __init__(
         self, schedule: Callable[[int], Any] | None, leaves: Sequence[OptimizerLeaf]

@@ -88,13 +88,7 @@ def automatic_plan(settings: TrainerSettings, batch: Batch) -> Plan:
 def plan_elsewhere(
     settings: TrainerSettings, batch: Batch, hardware: str | None
 ) -> PlannedTraining:
-    """Return the best plan for a trainer's model, and what is known about it.
-
-    Args:
-        settings: the settings of the trainer; what is not the default stays as it is.
-        batch: a global batch.
-        hardware: such as ``8xH100``; None for the trainer's devices.
-    """
+    """Return the best plan for a trainer's model; settings other than the default stay."""
     estimator = estimator_for(settings, batch)
     devices = _present(settings) if hardware is None else find_hardware(hardware)
     check_network(devices)

@@ -42,16 +42,7 @@ from meshwright.trainer.starting.start import Start
 class Restoring:
     """Restores the states of a run; a damaged checkpoint is replaced by an earlier one.
 
-    Args:
-        start: where the run starts.
-        asked: how it is trained.
-        assembled: the step.
-        form: the canonical form of its states.
-        metadata: what checkpoints of the run record: its data and what it trains.
-
-    Attributes:
-        point: the checkpoint that the run resumes from; None for none.
-        asked: how it is trained.
+    ``point`` is the checkpoint that the run resumes from, if any.
     """
 
     def __init__(

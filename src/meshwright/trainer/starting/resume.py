@@ -51,14 +51,9 @@ _CHANGEABLE = ("model.mesh_shape", "data.workers", "data.prefetch", "data.cache_
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to resume from.
+    """A checkpoint to resume from, and newer ones that cannot be read.
 
-    Attributes:
-        folder: the checkpoint folder.
-        step: the step of the checkpoint.
-        metadata: the metadata of the checkpoint.
-        same_run: whether it is in the run's own folder, so that the run continues there.
-        damaged: newer checkpoints in that folder, which cannot be read.
+    In the ``same_run``, that is in the run's own folder, the run continues there.
     """
 
     folder: Path
@@ -77,10 +72,6 @@ def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
     """Return the checkpoint that ``resume`` refers to; None to start over.
 
     In the run's own folder it is the newest whose metadata can be read.
-
-    Args:
-        resume: auto, must, never, or the path of a run or a checkpoint.
-        run_dir: the folder of this run; None if it has none.
     """
     if run_dir is not None:
         refuse_locked(run_dir)
@@ -122,10 +113,7 @@ def restore(
 ) -> TrainState:
     """Restore a checkpoint onto the devices; raise `DamagedCheckpoint` if it is damaged.
 
-    Args:
-        point: the checkpoint.
-        form: the canonical form of the run's states.
-        weights: where the weights are now that the run does not train; by default where they were.
+    ``weights`` is where those that the run does not train are now, if they have moved.
     """
     base = find_base(point.folder) if form.base else None
     reader = CheckpointReader(point.folder)

@@ -83,13 +83,8 @@ def schedule_warnings(
 ) -> list[str]:
     """Return warnings about the length and the learning rate of a run.
 
-    Args:
-        config: the config of the run.
-        recipe: the objects that the config describes.
-        batch_size: samples per global batch.
-        overrides: the keys that were given, as opposed to those of files.
-        chosen: the keys that the user set anywhere. A default warm-up that is longer than a short
-            trial run is not worth a warning.
+    ``overrides`` are the keys that were given, as opposed to those of files. A default warm-up,
+    which is not ``chosen``, is not worth a warning if it is longer than a short trial run.
     """
     steps = _steps(config, recipe, batch_size)
     return [
@@ -104,11 +99,6 @@ def fitting_warmup(
     """Return a config whose default warm-up takes at most a tenth of the run, and what to say.
 
     A resumed run keeps the warm-up it began with.
-
-    Args:
-        config: the config of the run.
-        chosen: the keys that the user set anywhere.
-        before: the checkpoint that the run resumes from.
     """
     warmup, steps = config.optimizer.warmup_steps, training_duration(config).steps
     if WARMUP in chosen or steps == 0:
@@ -127,13 +117,7 @@ def fitting_warmup(
 
 
 def no_rate_left(schedule: Callable[[int], Any] | None, done: int, steps: int | None) -> list[str]:
-    """Warn if a run goes on after the end of its schedule, with a learning rate of 0.
-
-    Args:
-        schedule: the learning rate by step; None if it is not known.
-        done: steps done before.
-        steps: the last step of the run; None if it is not known.
-    """
+    """Warn if a run goes on after the end of its schedule, with a learning rate of 0."""
     if schedule is None or steps is None or steps - done < 2 or rate_at(schedule, steps - 2):
         return []
     first, last = 0, steps - 2
@@ -213,14 +197,7 @@ def raised_rate(
 
 
 def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: int) -> None:
-    """Warn if batches ran out, nothing was trained, or samples were left out.
-
-    Args:
-        result: the result of the run.
-        before: steps that the trainer had done before, in memory.
-        asked: what was asked for.
-        batch_size: samples per global batch.
-    """
+    """Warn if batches ran out, nothing was trained, or samples were left out."""
     steps = None if asked.duration is None else asked.duration.steps
     texts: list[str] = []
     if result.stop.reason is StopReason.OUT_OF_BATCHES:

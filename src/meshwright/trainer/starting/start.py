@@ -43,15 +43,9 @@ from meshwright.weights.peft_folder import other_base, read_peft
 class Start:
     """Where a run starts.
 
-    Attributes:
-        state: makes the state to start from without a checkpoint.
-        point: the checkpoint to resume from; None for none.
-        initial: makes the state that training began with, before any checkpoint.
-        steps: the steps of that state, which an earlier `fit` did.
-        remarks: what of a folder of weights is not used.
-        source: where the weights come from, in one line; empty if they are random or a run's.
-        hf_files: what the run remembers for exports to Hugging Face's format, by name.
-        weights: the Hugging Face folder of the weights; None for none.
+    ``state`` makes the state to start from without a checkpoint, and ``initial`` the one that
+    training began with, after the ``steps`` of an earlier `fit`. ``remarks`` say what of a folder
+    of weights is not used, and ``hf_files`` are what the run remembers of it for exports.
     """
 
     state: Callable[[], TrainState]
@@ -67,14 +61,7 @@ class Start:
 def find_start(
     trainer: TrainerSettings, asked: FitSettings, programs: Programs, last: FitResult | None
 ) -> Start:
-    """Return where a run starts; what does not fit the model is refused before anything compiles.
-
-    Args:
-        trainer: what is trained.
-        asked: how it is trained.
-        programs: the programs of its step.
-        last: the result of the trainer's last `fit`.
-    """
+    """Return where a run starts; what does not fit the model is refused before compiling."""
     assembled = programs.assembled
     point = find_resume_point(asked.resume, asked.run_dir)
     point, last = choose_start(point, last, asked.resume)
@@ -111,10 +98,7 @@ def find_start(
         return start
     result, initial = last, start.initial or start.state
     return replace(
-        start,
-        state=lambda: continued_state(result, programs),
-        initial=initial,
-        steps=result.steps,
+        start, state=lambda: continued_state(result, programs), initial=initial, steps=result.steps
     )
 
 
@@ -189,16 +173,11 @@ def _hf_files(
 def warm_start(
     run: str | Path | None, patterns: Sequence[str] | None, assembled: Assembled
 ) -> Callable[[TrainState], TrainState]:
-    """Return what replaces the parameters of an initial state by those of a run.
+    """Return what replaces the parameters of an initial state by those of a run, if one is given.
 
-    Statistics, such as the running means of BatchNorm, and frozen weights come with them. What
-    does not fit is refused here, before anything is compiled.
-
-    Args:
-        run: a run or a checkpoint; None replaces nothing.
-        patterns: path patterns of the parameters to take; None takes all, and they must then be
-            the model's own.
-        assembled: the step.
+    Statistics, such as the running means of BatchNorm, and frozen weights come with them. Without
+    patterns, all parameters are taken, and must be the model's own; what does not fit is refused
+    here, before anything is compiled.
     """
     if run is None:
         if patterns is not None:

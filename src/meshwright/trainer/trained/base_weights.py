@@ -35,15 +35,9 @@ FOLDER = "base"
 
 @dataclass(frozen=True)
 class Base:
-    """The weights that a run does not train.
+    """The weights that a run does not train, in a Hugging Face folder or the run's own.
 
-    Attributes:
-        digest: of their values and paths.
-        weights: the Hugging Face folder that has them; None if the run folder has them.
-        shapes: the shapes of all of the model's weights by path.
-        formats: by path, the formats in which the weights that are not trained are kept.
-        adapters: what is added to them.
-        run: the run folder.
+    ``formats`` are those in which they are kept; ``shapes`` are of all weights of the model.
     """
 
     digest: str
@@ -70,12 +64,7 @@ class Base:
     def place(
         self, structs: Mapping[str, Any], weights: str | Path | None = None
     ) -> dict[str, Any]:
-        """Return the weights as arrays with the shardings of ``structs``.
-
-        Args:
-            structs: shapes, formats and shardings by path.
-            weights: another place of the Hugging Face folder.
-        """
+        """Return the weights with the shardings of ``structs``, also if their folder was moved."""
         source = self.weights if weights is None or self.weights is None else str(weights)
         if source is None:
             reader = CheckpointReader(self.run / FOLDER)
@@ -141,16 +130,7 @@ def keep_base(
     metadata: CheckpointMetadata,
     weights: str | Path | None,
 ) -> None:
-    """Remember the base of a run in its folder, which gets the weights if no other folder has them.
-
-    Args:
-        run_dir: the run folder.
-        assembled: the step.
-        form: the canonical form of its states.
-        state: a state.
-        metadata: what is recorded beside saved weights.
-        weights: the Hugging Face folder of the weights; None for none.
-    """
+    """Remember the base of a run in its folder, with the weights if no other folder has them."""
     if not form.base:
         return
     arrays = form.base_arrays(state)

@@ -107,12 +107,7 @@ def _load(folder: Path, step: int, model: Any, *, ema: bool, adapters: bool) -> 
 
 
 def read_leaves(
-    folder: Path,
-    step: int,
-    leaves: Sequence[Leaf],
-    *,
-    ema: bool = False,
-    adapters: bool = True,
+    folder: Path, step: int, leaves: Sequence[Leaf], *, ema: bool = False, adapters: bool = True
 ) -> list[Any]:
     """Return the values of a model's leaves in a checkpoint; raise if it is of another model.
 

@@ -20,15 +20,7 @@ _SECTIONS = ("data", "task", "optimizer", "training", "lora")
 def model_card(
     name: str, metadata: CheckpointMetadata, run: Path | None, base: Base | None, *, peft: bool
 ) -> str:
-    """Return the card as Markdown.
-
-    Args:
-        name: the name of the model.
-        metadata: what its checkpoint records.
-        run: its run folder; None without one.
-        base: the weights that were not trained; None if all were.
-        peft: whether the folder holds adapters alone.
-    """
+    """Return the card as Markdown; a PEFT folder holds adapters alone."""
     origin = base.weights if base is not None else metadata.config.get("model", {}).get("weights")
     head = {
         "library_name": "peft" if peft else "transformers",

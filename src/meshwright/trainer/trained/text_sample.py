@@ -25,12 +25,7 @@ GRADED_ROWS = 8
 
 
 class TextSample(NamedTuple):
-    """What a model wrote.
-
-    Attributes:
-        text: the beginning of a held-out text, and how the model continues it.
-        grade: how good it is, in words; None if that cannot be said.
-    """
+    """A held-out text as the model continues it, and how good that is, if it can be said."""
 
     text: str
     grade: str | None
@@ -40,14 +35,7 @@ class TextSample(NamedTuple):
 def generate_sample(
     asked: FitSettings, assembled: Assembled, state: TrainState, ends: Sequence[int] = ()
 ) -> TextSample | None:
-    """Continue the beginning of a held-out text; None if the model does not generate text.
-
-    Args:
-        asked: says how many tokens to generate; its data have the tokenizer.
-        assembled: the step.
-        state: its state.
-        ends: tokens that end the text.
-    """
+    """Continue the beginning of a held-out text; None if the model does not generate text."""
     task = None if asked.recipe is None else asked.recipe.task
     source = asked.eval_data or asked.data
     tokenizer: Any = None if asked.data is None else asked.data.tokenizer
