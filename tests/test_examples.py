@@ -30,7 +30,7 @@ PRINTED = {
 }
 """A line of each example, and how many differences from one device it prints."""
 
-EVERYDAY = ("fsdp", "several_processes")
+EVERYDAY = ("several_processes",)
 
 
 def name_of(path):

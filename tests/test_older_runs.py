@@ -117,9 +117,10 @@ def test_a_page_shows_the_run(copied):
     "mesh",
     [
         ["mesh.data=8", "sharding.blocks=unroll"],
-        pytest.param(["mesh.fsdp=4", "mesh.tensor=2"], marks=pytest.mark.full),
+        ["mesh.fsdp=4", "mesh.tensor=2"],
     ],
 )
+@pytest.mark.full
 def test_the_command_line_goes_on(copied, mesh):
     folder = copied("gpt")
     before, (losses, arrays) = read_lines(folder / "metrics.jsonl"), expected("gpt", RESUMED)

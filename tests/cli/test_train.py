@@ -246,6 +246,7 @@ def test_a_run_goes_on_and_a_changed_config_is_shown(run, tmp_path):
     assert (json.loads(out)["steps"], json.loads(out)["final_loss"]) == (5, None)
 
 
+@pytest.mark.full
 def test_traps_of_schedules_are_told_with_the_numbers(run):
     def warned(*overrides: str) -> list[str]:
         code, _, err = run(*OWN_RUN, *overrides)

@@ -136,6 +136,7 @@ def test_mistakes_are_named(words, message):
         parse_launch([*words.split(), "--", "doctor"])
 
 
+@pytest.mark.full
 def test_fewer_processes_are_started_if_one_does_not_come_back(tmp_path):
     script = """
         import os, sys

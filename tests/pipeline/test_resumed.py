@@ -39,6 +39,7 @@ def train(trainer, folder, steps):
     )
 
 
+@pytest.mark.full
 def test_checkpoints_move_between_meshes_with_and_without_stages(tmp_path):
     pipeline = mw.PipelineConfig(schedule="interleaved", num_microbatches=2)
     staged = trainer("pipe=2", 2, pipeline=pipeline)

@@ -59,6 +59,7 @@ class Fused(nnx.Module):
         return self.down(mixed.reshape(-1, 32))
 
 
+@pytest.mark.full
 def test_the_part_of_a_leaf_that_has_no_gradient():
     certificate = certify({"fsdp": 2}, model=Fused, optimizer=optax.adamw(0.1, eps=1e-20))
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]

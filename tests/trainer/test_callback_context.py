@@ -79,6 +79,7 @@ def test_a_callback_reads_the_model_and_saves_and_stops(tmp_path):
     ],
     ids=["schedule", "in a chain", "injected"],
 )
+@pytest.mark.full
 def test_the_learning_rate_inside_of_optax_is_logged(optimizer):
     rates = {}
     trainer(optimizer).fit(

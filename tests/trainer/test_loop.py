@@ -177,6 +177,7 @@ def test_a_rate_that_waits_for_the_devices_is_not_the_own_work_of_a_process():
     assert spent[Doing.CALLBACKS] + spent[Doing.TRAINING] < 0.2
 
 
+@pytest.mark.full
 def test_a_profile_is_taken_on_the_way(tmp_path):
     own = dataclasses.replace(TRAINER)
     own.defaults = FitSettings(profile=True)

@@ -51,6 +51,7 @@ def test_a_folder_is_evaluated_without_training():
     assert second == f"held out {result.eval_loss:.4f}"
 
 
+@pytest.mark.full
 def test_a_result_generates_with_the_tokenizer_of_its_data(tmp_path):
     sizes = {"num_blocks": 1, "hidden_size": 8, "num_heads": 2, "context_length": 17}
     talks = [{"prompt": "a", "completion": "b"}] * 8

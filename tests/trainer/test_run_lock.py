@@ -75,6 +75,7 @@ def test_a_second_run_in_the_folder_is_refused_and_writes_nothing(other, tmp_pat
     assert fit(tmp_path).steps == 1
 
 
+@pytest.mark.full
 def test_the_lock_of_a_killed_process_is_replaced(other, tmp_path):
     other.kill()
     other.wait()

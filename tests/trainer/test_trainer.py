@@ -357,6 +357,7 @@ def test_statistics_of_hardly_any_samples_are_warned_of():
     assert trainer(model=Normed).assemble(batch).remarks == ()
 
 
+@pytest.mark.full
 def test_batches_for_evaluation_need_not_fit_the_mesh(assembled):
     held_out = [*batches(1, samples=6), *batches(1, samples=3)]
     result = trainer().fit(batches(2), steps=2, eval_data=held_out, assembled=assembled)

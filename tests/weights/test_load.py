@@ -48,7 +48,7 @@ def assemble(name, mesh, **settings):
     ("name", "mesh"),
     [
         pytest.param("gpt2", "fsdp=4,tensor=2", marks=pytest.mark.full),
-        ("gpt2", "pipe=2,data=4"),
+        pytest.param("gpt2", "pipe=2,data=4", marks=pytest.mark.full),
         pytest.param("gemma3", "fsdp=4,tensor=2", marks=pytest.mark.full),
         pytest.param("gemma3_multimodal", "pipe=2,data=4", marks=pytest.mark.full),
         pytest.param("llama", "fsdp=4,tensor=2", marks=pytest.mark.full),

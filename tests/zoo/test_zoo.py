@@ -14,7 +14,7 @@ COVERING = (
     ("hypernetwork", "tensor=4,data=2"),
     ("graph network", STAGES),
 )
-SLOW = ("Fourier operator", "tied autoencoder", "graph network")
+SLOW = ("Fourier operator", "tied autoencoder", "graph network", "hypernetwork")
 """Their meshes have other models every day: tests/ledgers, tests/parity and tests/pipeline."""
 
 

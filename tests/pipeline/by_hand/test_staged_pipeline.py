@@ -97,6 +97,7 @@ def test_four_different_stages_give_the_gradients_of_one_device(schedule):
     assert max(pipeline.most_kept) == (6 if schedule == "gpipe" else 4)
 
 
+@pytest.mark.full
 def test_layers_of_every_kind_in_interleaved_chunks_on_pairs_of_devices():
     scale = jnp.full((16,), 0.5)
     layers = [

@@ -116,6 +116,7 @@ def compare(name, mesh, schedule):
     return assembled
 
 
+@pytest.mark.full
 def test_stages_pass_skips_on():
     assembled = compare(*EVERYDAY[0])
     assert [stage.blocks for stage in assembled.pipeline_report.stages] == [(0,), (1,), (2,), (3,)]

@@ -177,6 +177,7 @@ def test_weights_of_loops_in_blocks_are_gathered_again_for_the_backward_pass():
     assert {line.phase for line in gathers if "blocks" in line.module} >= {"forward", "backward"}
 
 
+@pytest.mark.full
 def test_one_update_with_unusual_reads_is_that_of_plain_flax():
     assembled = trainer("unusual", "fsdp=4,tensor=2").assemble(tokens())
     state = assembled.init(0, quickly=True)

@@ -67,6 +67,7 @@ def test_a_run_that_it_stops_names_the_index_and_so_does_replay(tmp_path):
         trainer().fit([batch(x=32)], steps=1)
 
 
+@pytest.mark.full
 def test_a_later_batch_is_named_too_and_so_is_one_that_is_skipped(tmp_path):
     with pytest.raises(NotFinite, match=re.escape(LABEL)):
         trainer().fit([batch(), batch(y=99)], steps=2)

@@ -107,6 +107,7 @@ def test_a_gradient_that_only_the_backward_pass_makes_infinite(tmp_path):
     assert f"samples: sample {BAD}; without it the step is finite" in str(found)
 
 
+@pytest.mark.full
 def test_a_batch_that_is_not_finite_itself(tmp_path):
     path = record(tmp_path, positive(row=np.nan))
     # As earlier versions wrote it.

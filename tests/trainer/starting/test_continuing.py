@@ -70,6 +70,7 @@ def test_a_second_fit_goes_on_bit_for_bit_without_compiling(whole, caplog):
     assert again.losses == first.losses
 
 
+@pytest.mark.full
 def test_another_batch_size_goes_on_and_another_optimizer_does_not(whole):
     given = trainer()
     given.fit(ARRAYS, steps=2, batch_size=16)

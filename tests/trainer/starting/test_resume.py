@@ -161,6 +161,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(half, tmp_path):
     assert (folder / "checkpoints" / "10").is_dir()
 
 
+@pytest.mark.full
 def test_another_number_of_microbatches_is_warned_of(half, tmp_path):
     folder = copy_run(half, tmp_path)
     train(folder, 10, gradient_accumulation_steps=2)
@@ -252,6 +253,7 @@ def test_a_failure_is_written_down(tmp_path):
     assert (last["kind"], last["message"]) == ("stop", "failed: the callback's own fault")
 
 
+@pytest.mark.full
 def test_early_stopping_remembers_what_it_saw_before_the_checkpoint(tmp_path):
     class Unlucky(mw.Callback):
         """Is asked to stop after some steps."""
@@ -323,6 +325,7 @@ def anchored(rate, pull=0.5):
     return optax.GradientTransformation(lambda params: (params, np.zeros((0, 16))), update)
 
 
+@pytest.mark.full
 def test_an_optimizer_that_remembers_the_initial_parameters(tmp_path):
     linear = lambda rngs: nnx.Linear(16, 16, rngs=rngs)  # noqa: E731
     batches = [{name: x[n : n + BATCH] for name, x in ARRAYS.items()} for n in (0, 16, 32, 48)]

@@ -68,6 +68,7 @@ def test_schedules_of_other_code_are_compared_by_their_rates(tmp_path):
         )
 
 
+@pytest.mark.full
 def test_the_same_training_goes_on_on_another_mesh(run, tmp_path):
     for mesh in ("fsdp=8", "data=8"):
         result = trainer(mesh=mesh).fit(

@@ -62,6 +62,7 @@ def run(tmp_path_factory):
     return folder, again.fit([ARRAYS] * STEPS, steps=STEPS, progress=False, **settings), initial
 
 
+@pytest.mark.full
 def test_the_average_is_that_of_a_plain_loop_across_meshes(run):
     folder, result, initial = run
     kernel, average = by_hand(initial, STEPS)

@@ -138,6 +138,7 @@ def test_training_starts_from_the_parameters_of_a_run(run):
         np.testing.assert_array_equal(values.params[path], array, err_msg=path)
 
 
+@pytest.mark.full
 def test_training_starts_from_some_parameters_of_a_run(run):
     folder, result = run
     settings = {"model": lambda rngs: Net(rngs, extra=2), "init_from": folder}
@@ -164,6 +165,7 @@ class Wrapped(nnx.Module):
         return self.head(self.inner(x))
 
 
+@pytest.mark.full
 def test_a_wrapped_model_starts_from_the_parameters_of_what_it_wraps(run):
     folder, result = run
     settings = {"model": Wrapped, "init_from": folder, "optimizer": optax.sgd(0.0)}
@@ -189,6 +191,7 @@ def test_patterns_are_proposed_that_fit():
         renamed(have, ["blocks.*.a:layers.**"])
 
 
+@pytest.mark.full
 def test_runs_of_the_command_line_need_no_model_and_start_others(tmp_path, capfd, monkeypatch):
     words = ["train", "model=mlp", "model.widths=[784,16,10]", "optimizer=sgd", "training.steps=1"]
     words += ["training.eval_batches=1", "checkpoint.keep_best=0"]
