@@ -192,8 +192,11 @@ def _packed(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray, least: float
     small = np.flatnonzero(nbytes < max(least, 1))
     by_size = np.argsort(-nbytes[large], kind="stable")
     by_life = np.lexsort((-nbytes[large], start[large] - end[large]))
-    tops = [_top(large[order], nbytes, start, end) for order in (by_size, by_life)]
-    return min(tops) + float(_live(nbytes[small], start[small], end[small]).max())
+    top = _top(large[by_size], nbytes, start, end)
+    # No order needs less than all that is there at a time.
+    if top > float(_live(nbytes[large], start[large], end[large]).max()):
+        top = min(top, _top(large[by_life], nbytes, start, end))
+    return top + float(_live(nbytes[small], start[small], end[small]).max())
 
 
 def _top(order: np.ndarray, nbytes: np.ndarray, start: np.ndarray, end: np.ndarray) -> float:
