@@ -71,10 +71,7 @@ _NO_BUFFER = {
 
 @dataclass(frozen=True, order=True)
 class LargeBuffer:
-    """A kind of value that a program keeps in memory; some of them may share it.
-
-    The module has blocks of a list as ``*``, and is empty outside modules.
-    """
+    """A kind of value that a program keeps in memory; its module has ``*`` for blocks of a list."""
 
     bytes: int
     count: int
@@ -207,10 +204,7 @@ def describe_devices(shortage: Shortage, devices: Sequence[Any]) -> list[str]:
 def explain_shortage(
     shortage: Shortage, doing: str, *, lines: Iterable[str] = (), fix: str = ""
 ) -> OutOfMemory:
-    """Return the error for a device that is out of memory.
-
-    ``doing`` is what was being done, ``lines`` say what is known of the program's memory.
-    """
+    """Return the error for a device that is out of memory, with what is known of the program."""
     what = f"{shortage.sentence} while {doing}"
     return OutOfMemory(what, why="\n".join([*lines, f"JAX says: {shortage.text}"]), fix=fix)
 

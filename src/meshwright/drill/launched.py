@@ -84,10 +84,7 @@ class Launched:
                 raise NotSurvived(f"it prints {line.text.strip()!r}")
 
     def noticed(self, pattern: str, within: float) -> float:
-        """Return the seconds from the fault to the first line with a pattern.
-
-        Raise if there is no such line, or if it came too late.
-        """
+        """Return the seconds from the fault to the first such line; raise if it came too late."""
         line, _ = self._first(pattern)
         seconds = line.time - self.fault_time
         if seconds > within:

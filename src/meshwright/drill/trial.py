@@ -44,10 +44,7 @@ _RESTART = r"restart 1 of 3 in \d+ s, from the (?:checkpoint of step (\d+)|begin
 
 @dataclass(frozen=True)
 class Configuration:
-    """The run that is drilled.
-
-    ``words`` are what the user wrote: settings, and flags that say which config they change.
-    """
+    """The run that is drilled; ``words`` are settings and flags as the user wrote them."""
 
     words: tuple[str, ...]
     nprocs: int

@@ -84,10 +84,7 @@ class Requests:
 
 
 class Supervisor:
-    """Runs one command in several processes until the last one has ended.
-
-    ``remedy`` is what is done about a failure, or can be.
-    """
+    """Runs one command in several processes until the last one has ended."""
 
     def __init__(
         self,

@@ -80,10 +80,7 @@ def timeline_of(schedule: Schedule, shape: Shape, costs: Sequence[int]) -> Timel
 def fewer_stages(
     costs: Sequence[int], flops: Sequence[int], shape: Shape, schedule: Schedule
 ) -> str:
-    """Return a remedy for unequal stages: fewer stages, or a slow layer split.
-
-    Stages are balanced by ``costs``, and as slow as their ``flops``.
-    """
+    """Return a remedy for unequal stages: fewer stages, or a slow layer split."""
     now = _layers_of_stages(costs, shape)
     slowest = max(now, key=lambda layers: sum(flops[n] for n in layers))
     only = f"split layer {slowest[0]}, its only one, into several" if len(slowest) == 1 else ""

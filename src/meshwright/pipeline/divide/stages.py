@@ -170,10 +170,7 @@ class Stages:
         self.uses = weight_uses(cut.traced, where.gathers, where.whole)
 
     def prepare(self, stacks: Mapping[int, Array], kind: LeafKind) -> BlockRow:
-        """Return the stacks of a kind as blocks read them, given the values of the step leaves.
-
-        Weights are cast and gathered here, unless each block does so itself.
-        """
+        """Return stacks as blocks read them: cast and gathered, unless each block does so."""
         return {
             layered.position: self._prepare(
                 self.uses.get(layered.atom), stacks[layered.stack.number]

@@ -83,10 +83,7 @@ class SlotCounts:
 
 
 def allocate_slots(table: TickTable) -> TickRow:
-    """Return the table as arrays [ticks, stages], with a slot for every value that is kept.
-
-    Slots are reused once they are free; there are as many as `count_slots` says.
-    """
+    """Return the table as arrays [ticks, stages], with a slot for every value that is kept."""
     return _Allocation(table).rows()
 
 
@@ -180,10 +177,7 @@ class _Allocation:
         return _Lives(np.full_like(self.back, ABSENT), np.full_like(self.back, ABSENT))
 
     def most(self, lives: _Lives) -> int:
-        """Return the most values that a stage has at a time, which is how many slots it needs.
-
-        A slot is free from the tick after the last one of its value.
-        """
+        """Return how many slots a stage needs; one is free from the tick after its value's last."""
         changes = np.zeros((self.shape.num_stages, self.num_ticks + 1), int)
         _, virtual = np.nonzero(lives.exist)
         np.add.at(changes, (self.stage[virtual], lives.first[lives.exist]), 1)

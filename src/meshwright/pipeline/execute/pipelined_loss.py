@@ -33,10 +33,7 @@ from meshwright.sharding.placement import Placement
 
 @dataclass(frozen=True)
 class PipelineSums:
-    """Summed gradients and losses of a batch.
-
-    Gradients of microbatches are each times its weight (and the loss scale).
-    """
+    """Losses and gradients of a batch, each microbatch's times its weight (and the loss scale)."""
 
     gradients: list[Array]
     losses: Losses

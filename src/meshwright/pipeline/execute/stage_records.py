@@ -22,10 +22,7 @@ class MessageSplit:
 
     @classmethod
     def of(cls, message: PyTree, *, differentiable: bool = True) -> MessageSplit:
-        """Return the split of messages like this one, given as arrays or shapes.
-
-        Floats have a gradient if ``differentiable``, unlike those of a model's input.
-        """
+        """Return the split of messages like this one; none has gradients unless differentiable."""
         leaves, tree = jax.tree.flatten(message)
         return cls(tuple(differentiable and is_float(leaf) for leaf in leaves), tree)
 
@@ -57,10 +54,7 @@ class BackwardMessage:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockWeights:
-    """The weights that the blocks of a chunk read, their gradients, or the sums of these.
-
-    Rows are those of each block; dim 0 of their sums counts chunks.
-    """
+    """What the blocks of a chunk read: weights, their gradients, or sums of these [chunks, …]."""
 
     rows: list[BlockRow]
     outer: LeafValues

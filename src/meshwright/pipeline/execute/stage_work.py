@@ -61,10 +61,7 @@ class StageForward:
 
 
 class StageWork(StageForward):
-    """Forward and backward passes of one stage, each for one microbatch.
-
-    ``scale`` is the factor on the loss before differentiation, for half precision.
-    """
+    """Forward and backward passes of one stage, each for one microbatch."""
 
     def __init__(
         self, functions: StageFunctions, values: StageValues, shape: Shape, scale: Array | None

@@ -157,10 +157,7 @@ class OneForwardOneBackward(Schedule):
 
 @dataclass(frozen=True)
 class Interleaved(OneForwardOneBackward):
-    """One forward, one backward, with several chunks of the model on each stage.
-
-    A microbatch passes all stages once per chunk, so that the pipeline fills faster.
-    """
+    """One forward, one backward, several chunks per stage, so that the pipeline fills faster."""
 
     chunks: int = 2
     name: ClassVar[str] = "interleaved"

@@ -31,10 +31,7 @@ class Capacity:
 def device_capacity(
     devices: Sequence[Any], host: Callable[[], Mapping[str, int | None]] = host_memory
 ) -> Capacity | None:
-    """Return the memory of the smallest of these devices; None if it is not known.
-
-    Virtual devices share the memory that ``host`` returns.
-    """
+    """Return the memory of the smallest device, if known; virtual ones share the host's."""
     if not devices:
         return None
     if all(device.platform == "cpu" for device in devices):

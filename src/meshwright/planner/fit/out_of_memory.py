@@ -37,10 +37,7 @@ class KnownProgram:
 
 
 class MemoryAdvice:
-    """Explains why a step does not fit into memory.
-
-    If the run is ``resumable``, only changes it could resume with are suggested.
-    """
+    """Explains why a step does not fit, with remedies that a resumable run could resume with."""
 
     def __init__(
         self,
@@ -55,10 +52,7 @@ class MemoryAdvice:
     def during(
         self, doing: Callable[[], str], program: KnownProgram | None = None, *, trains: bool = True
     ) -> AbstractContextManager[None]:
-        """Turn JAX's exception about memory into a message with numbers and remedies.
-
-        ``doing`` returns what was being done; ``trains`` says whether gradients are computed.
-        """
+        """Turn JAX's exception about memory into a message with numbers and remedies."""
         return explaining_shortage(
             lambda shortage: self._explain(shortage, doing(), program, trains=trains)
         )

@@ -74,10 +74,7 @@ class PlanReport:
         return [*filter(None, [self.fewer]), *self.decision]
 
     def to_yaml(self, settings: Sequence[str] = ()) -> str:
-        """Return the recommended plan as a file that the setting `plan` reads.
-
-        ``settings`` describe the model and its data, as they are typed.
-        """
+        """Return the plan as a file that the setting `plan` reads, with the model's settings."""
         best = self.best
         head = (
             f"# {self.name} on {best.hardware}: {human_seconds(best.time.step)} per step and "
@@ -162,10 +159,7 @@ def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: Pla
 
 
 def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Plan, str]:
-    """Return the best plan, and a line that says what was chosen and why.
-
-    ``setting`` is what the user wrote to ask for it.
-    """
+    """Return the best plan, and a line that says what was chosen and why."""
     result = search(estimator, task, top=3)
     if not result.plans:
         raise nothing_fits(estimator, result)

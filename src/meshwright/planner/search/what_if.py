@@ -75,10 +75,7 @@ def _nearest(estimator: Estimator, result: SearchResult, changes: Changes) -> Wh
 
 
 def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Estimate | None:
-    """Return the best plan after a change; None if nothing fits, as with a larger batch.
-
-    The mesh stays if it is as good as the best.
-    """
+    """Return the best plan after a change, with the same mesh if it ties; None if none fits."""
     plans = search(estimator, task, top=1, meshes=list(_near(result))).plans
     if not plans:
         return None

@@ -61,10 +61,7 @@ class LossParts(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedGradients:
-    """A loss and its gradients for a few samples, as operations.
-
-    The first results are gradients of the step leaves with the numbers ``trained``.
-    """
+    """A loss and its gradients as operations; the first results are those of ``trained`` leaves."""
 
     operations: Operations
     classes: DimClasses
@@ -74,10 +71,7 @@ class TracedGradients:
 
 @dataclass(frozen=True)
 class GradientProgram:
-    """A loss and its gradients for a few samples, as kernels.
-
-    ``timeline`` says how long arrays are in memory; ``blocks`` is None if they are not rolled.
-    """
+    """A loss and its gradients for a few samples, as kernels; blocks are None if not rolled."""
 
     work: WorkTable
     timeline: Timeline

@@ -211,10 +211,7 @@ def _top(order: np.ndarray, nbytes: np.ndarray, start: np.ndarray, end: np.ndarr
 def _smallest_gap(
     placed: Sequence[tuple[float, float, int, int]], size: float, first: int, last: int
 ) -> float:
-    """Return where an array fits best between those that live at the same time.
-
-    ``placed`` says where others begin and end in memory, in this order, and in time.
-    """
+    """Return where an array fits best between those placed that live at the same time."""
     best, room, reached = -1.0, math.inf, 0.0
     for begin, end, written, read in placed:
         if written > last or read < first:
