@@ -320,10 +320,8 @@ class Pipeline:
         return "\n".join(lines)
 
     def _stage_flops(self) -> list[int]:
-        costs = [0] * self.num_stages
-        for number, stage in enumerate(self.stages):
-            costs[number % self.num_stages] += stage.flops
-        return costs
+        count = self.num_stages
+        return [sum(each.flops for each in self.stages[n::count]) for n in range(count)]
 
     def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
         """Raise if layers or loss fail on these shapes, which are checked once."""

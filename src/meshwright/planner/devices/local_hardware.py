@@ -8,7 +8,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from meshwright.planner.devices.links import inside_links
 from meshwright.runtime.activity import activity
 from meshwright.runtime.host_machine import user_cache
 from meshwright.runtime.versions import package_versions
+from meshwright.text.json_text import write_atomically
 
 FORMAT = 1
 """Changes when the same measurement would give other figures."""
@@ -205,13 +207,9 @@ def _kept(file: Path) -> Chip | None:
 
 def _keep(file: Path, chip: Chip) -> None:
     """Save a measurement; where it cannot be saved, it is repeated next time."""
-    part = file.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(asdict(chip), indent=2), encoding="utf-8")
-        part.replace(file)
-    except OSError:
-        return
+        write_atomically(file, json.dumps(asdict(chip), indent=2))
 
 
 def chip_yaml(chip: Chip, name: str) -> str:
@@ -219,10 +217,6 @@ def chip_yaml(chip: Chip, name: str) -> str:
     import yaml
 
     left_out = ("name", "aliases", "device_kinds", "batch_sizes", "source")
-    row = {
-        field.name: getattr(chip, field.name)
-        for field in fields(chip)
-        if field.name not in left_out
-    }
+    row = {key: value for key, value in asdict(chip).items() if key not in left_out}
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
     return yaml.safe_dump({"chips": {name: rounded}}, sort_keys=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,33 +93,25 @@ def _near(result: SearchResult) -> Iterator[Sizes]:
 
 
 def _memory(task: PlanTask) -> Changes:
-    chip = task.hardware.chip
-    return [
-        (
-            f"{human_bytes(factor * chip.hbm_gb_per_device * 1e9)} of memory per device",
-            _with_chip(task, hbm_gb=factor * chip.hbm_gb),
-        )
-        for factor in FACTORS
-    ]
+    now = task.hardware.chip.hbm_gb_per_device * 1e9
+    return _larger(task, "hbm_gb", lambda by: f"{human_bytes(by * now)} of memory per device")
 
 
 def _links(task: PlanTask) -> Changes:
-    chip, between = task.hardware.chip, task.hardware.chip.inter_node_gb_per_s
+    inside, between = task.hardware.chip.intra_node_gb_per_s, task.hardware.chip.inter_node_gb_per_s
     if task.hardware.nodes > 1 and between is not None:
-        return [
-            (
-                f"{factor * between:g} GB/s between nodes",
-                _with_chip(task, inter_node_gb_per_s=factor * between),
-            )
-            for factor in FACTORS
-        ]
-    return [
-        (
-            f"{factor * chip.intra_node_gb_per_s:g} GB/s between devices",
-            _with_chip(task, link_gb_per_s=factor * chip.link_gb_per_s),
+        return _larger(
+            task, "inter_node_gb_per_s", lambda by: f"{by * between:g} GB/s between nodes"
         )
-        for factor in FACTORS
-    ]
+    return _larger(task, "link_gb_per_s", lambda by: f"{by * inside:g} GB/s between devices")
+
+
+def _larger(task: PlanTask, figure: str, shown: Callable[[float], str]) -> Changes:
+    """Return the task with a figure of its chip that is larger by each of the factors."""
+    chip = task.hardware.chip
+    chips = {by: replace(chip, **{figure: by * getattr(chip, figure)}) for by in FACTORS}
+    hardware = {by: replace(task.hardware, chip=larger) for by, larger in chips.items()}
+    return [(shown(by), replace(task, hardware=larger)) for by, larger in hardware.items()]
 
 
 def _batch(task: PlanTask) -> Changes:
@@ -128,8 +120,3 @@ def _batch(task: PlanTask) -> Changes:
         (f"a global batch of {size} samples", replace(task, global_batch_size=size))
         for size in sizes
     ]
-
-
-def _with_chip(task: PlanTask, **figures: float) -> PlanTask:
-    chip = replace(task.hardware.chip, **figures)  # type: ignore[arg-type]
-    return replace(task, hardware=replace(task.hardware, chip=chip))

@@ -6,6 +6,7 @@ import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -63,7 +64,8 @@ def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
 
 def _unreduced(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
     """Return how long gradients are whole: until the next one is (rule `WHOLE_GRADIENTS`)."""
-    made = sorted((each for each in lifetimes if each.array.gradient is not None), key=_start)
+    made = [each for each in lifetimes if each.array.gradient is not None]
+    made.sort(key=attrgetter("start"))
     if not made:  # All of them are of loops, such as those of adapters in blocks.
         return []
     following = [*(each.start for each in made[1:]), max(each.end for each in made)]
@@ -71,10 +73,6 @@ def _unreduced(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
         replace(each, copied=True, end=max(each.start, after))
         for each, after in zip(made, following, strict=True)
     ]
-
-
-def _start(each: Lifetime) -> int:
-    return each.start
 
 
 def _walk(

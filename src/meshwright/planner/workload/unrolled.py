@@ -139,17 +139,8 @@ class _Unrolling:
         for operation in body.operations:
             writes = [_copy(array) for array in operation.writes]
             reads = [None if a is None else values.get(id(a), a) for a in operation.reads]
-            self._operations.append(
-                Operation(
-                    operation.name,
-                    operation.eqn,
-                    reads,
-                    writes,
-                    operation.bodies,
-                    operation.times,
-                    scan.backward,
-                )
-            )
+            made = replace(operation, reads=reads, writes=writes, backward=scan.backward)
+            self._operations.append(made)
             values.update({id(old): new for old, new in zip(operation.writes, writes, strict=True)})
         return [
             _copy(like) if array is None else values.get(id(array), array)
