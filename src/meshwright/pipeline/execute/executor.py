@@ -17,7 +17,6 @@ from meshwright.pipeline.divide.stages import (
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
 from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import (
     added,
@@ -29,7 +28,7 @@ from meshwright.pipeline.execute.slots import (
 )
 from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockWeights, HeadGradient
 from meshwright.pipeline.execute.stage_work import StageWork
-from meshwright.pipeline.execute.tick_rows import TickOp, named, packed
+from meshwright.pipeline.execute.tick_rows import SlotCounts, TickOp, TickRow, named, packed
 from meshwright.pipeline.schedule.operations import Shape
 
 
