@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.pipeline.by_hand.stage_programs import StageCall, StagePrograms
-from meshwright.pipeline.execute.stage_records import MessageSplit
+from meshwright.pipeline.execute.slots import MessageSplit
 from meshwright.pipeline.schedule.operations import Kind, Op
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import simulate

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshwright.errors import UserError, typed_line
 from meshwright.pipeline.by_hand.layer_forms import Part
-from meshwright.pipeline.execute.stage_records import MessageSplit
+from meshwright.pipeline.execute.slots import MessageSplit
 from meshwright.pipeline.execute.stage_vjp import ForwardValues, HeldValues, StageVJP
 from meshwright.trees import PyTree
 from meshwright.weighted import Weighted

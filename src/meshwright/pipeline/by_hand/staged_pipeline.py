@@ -43,7 +43,7 @@ from meshwright.pipeline.by_hand.stage_programs import (
     form_of_arrays,
     update_stages,
 )
-from meshwright.pipeline.execute.stage_records import MessageSplit
+from meshwright.pipeline.execute.slots import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline_drawing import Timeline

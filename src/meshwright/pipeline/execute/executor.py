@@ -19,6 +19,9 @@ from meshwright.pipeline.divide.stages import (
 )
 from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import (
+    BackwardMessage,
+    BlockWeights,
+    HeadGradient,
     added,
     empty_slots,
     keep,
@@ -26,7 +29,6 @@ from meshwright.pipeline.execute.slots import (
     write_slot,
     zeros_like_shapes,
 )
-from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockWeights, HeadGradient
 from meshwright.pipeline.execute.stage_work import StageWork
 from meshwright.pipeline.execute.tick_rows import SlotCounts, TickOp, TickRow, named, packed
 from meshwright.pipeline.schedule.operations import Shape

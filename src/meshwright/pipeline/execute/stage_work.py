@@ -21,12 +21,15 @@ from meshwright.pipeline.divide.stages import (
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.slots import add_row, added, times, zeros_like_shapes
-from meshwright.pipeline.execute.stage_records import (
+from meshwright.pipeline.execute.slots import (
     BackwardMessage,
     BlockWeights,
     HeadGradient,
     MessageSplit,
+    add_row,
+    added,
+    times,
+    zeros_like_shapes,
 )
 from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
 from meshwright.pipeline.schedule.operations import Shape
