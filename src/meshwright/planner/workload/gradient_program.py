@@ -11,11 +11,10 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.config.schema import KernelChoice, ShardingConfig
-from meshwright.planner.workload.array_operations import Operations, list_operations
+from meshwright.planner.workload.array_operations import Operations, list_operations, unroll
 from meshwright.planner.workload.in_memory import Timeline, find_lifetimes
 from meshwright.planner.workload.kernel_schedule import schedule
 from meshwright.planner.workload.stage_parts import BlockParts, find_blocks
-from meshwright.planner.workload.unrolled import unroll
 from meshwright.planner.workload.work_table import WorkTable
 from meshwright.program.dims.classes import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
