@@ -23,9 +23,8 @@ from meshwright.planner.guidance.plan_rows import (
 )
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
-from meshwright.planner.search.scaling import scaling_curve
 from meshwright.planner.search.search import search
-from meshwright.planner.search.what_if import what_ifs
+from meshwright.planner.search.what_if import scaling_curve, what_ifs
 from meshwright.report.plan_page import plan_page
 from meshwright.text.columns import as_text
 

@@ -15,7 +15,7 @@ from meshwright.plan import TINY_SHARD, Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
-from meshwright.planner.search.scaling import ScalingPoint, enough_devices
+from meshwright.planner.search.what_if import ScalingPoint, enough_devices
 from meshwright.step.loss_warnings import no_mean_text
 from meshwright.text.units import counted, human_bytes, human_seconds
 

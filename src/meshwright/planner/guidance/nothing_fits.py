@@ -11,8 +11,8 @@ from meshwright.hardware import LOCAL, Hardware
 from meshwright.planner.devices.capacity import SHARED
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
-from meshwright.planner.search.scaling import smallest_cluster
 from meshwright.planner.search.search import SearchResult
+from meshwright.planner.search.what_if import smallest_cluster
 from meshwright.text.units import counted, human_bytes
 
 

@@ -28,9 +28,8 @@ from meshwright.planner.guidance.why_this_plan import (
     reason_for,
 )
 from meshwright.planner.search.candidates import PlanTask, all_sizes
-from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.planner.search.what_if import WhatIf, what_ifs
+from meshwright.planner.search.what_if import ScalingPoint, WhatIf, scaling_curve, what_ifs
 from meshwright.text.units import human_bytes, human_seconds
 
 AUTO = "auto"

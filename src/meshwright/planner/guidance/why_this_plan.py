@@ -20,8 +20,8 @@ from meshwright.planner.search.candidates import (
     make_candidate,
 )
 from meshwright.planner.search.obstacles import LEAST_SHARDED, Rejection
-from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.planner.search.search import SearchResult, search
+from meshwright.planner.search.what_if import ScalingPoint, enough_devices
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 MOSTLY = 0.9
