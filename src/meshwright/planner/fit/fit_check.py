@@ -13,7 +13,7 @@ from meshwright.compiled.memory import MemoryUse
 from meshwright.errors import OutOfMemory, Setting
 from meshwright.hardware import detect
 from meshwright.plan import Plan
-from meshwright.planner.devices.capacity import SHARED, Capacity, device_capacity
+from meshwright.planner.devices.local_hardware import SHARED, Capacity, device_capacity
 from meshwright.planner.estimate.estimate import MemoryEstimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.fit.remedies import shard_further

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware
-from meshwright.planner.devices.capacity import SHARED
+from meshwright.planner.devices.local_hardware import SHARED
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.planner.search.search import SearchResult
