@@ -56,16 +56,9 @@ def memory_of(compiled: Any) -> MemoryUse:
 
 
 _NO_BUFFER = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "conditional",
-    "call",
-    "optimization-barrier",
-}
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
+    "call", "optimization-barrier"
+}  # fmt: skip
 """Operations whose value is a part of another value."""
 
 

@@ -10,15 +10,9 @@ from meshwright.planner.estimate.estimate import TIE, Estimate, MemoryEstimate
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 CATEGORIES = (
-    "parameters",
-    "optimizer",
-    "gradients",
-    "batch",
-    "gathered",
-    "activations",
-    "working",
-    "reserved",
-)
+    "parameters", "optimizer", "gradients", "batch", "gathered", "activations", "working",
+    "reserved"
+)  # fmt: skip
 """What memory is used for, in the order of drawings."""
 
 _SENT_OVER = "communication over "

@@ -15,18 +15,9 @@ from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT
 
 LOOPS = ("scan", "while", "cond")
 SAME = frozenset(
-    {
-        "bitcast_convert_type",
-        "copy",
-        "expand_dims",
-        "name",
-        "optimization_barrier",
-        "reshape",
-        "sharding_constraint",
-        "squeeze",
-        "stop_gradient",
-    }
-)
+    {"bitcast_convert_type", "copy", "expand_dims", "name", "optimization_barrier", "reshape",
+     "sharding_constraint", "squeeze", "stop_gradient"}
+)  # fmt: skip
 """Operations whose result is their operand in memory."""
 
 CASTS = frozenset({"convert_element_type", "reduce_precision"})
