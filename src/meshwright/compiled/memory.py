@@ -93,7 +93,8 @@ def largest_buffers(text: str, most: int = 5) -> list[LargeBuffer]:
                 continue
             module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_of(instruction.op_name))
             for shape in _arrays(instruction.shape):
-                kinds[shape.bytes, module, _describe(shape)] += 1
+                dims = ",".join(map(str, shape.dims))
+                kinds[shape.bytes, module, f"{shape.dtype}[{dims}]"] += 1
     ordered = sorted(kinds.items(), reverse=True)[:most]
     return [LargeBuffer(size, n, module, shape) for (size, module, shape), n in ordered]
 
@@ -112,10 +113,6 @@ def _arrays(shape: Shape) -> Iterator[Shape]:
         yield shape
     for element in shape.elements:
         yield from _arrays(element)
-
-
-def _describe(shape: Shape) -> str:
-    return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
 
 
 _EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|Resource exhausted|CUDA_ERROR_OUT_OF_MEMORY")

@@ -255,7 +255,8 @@ class Stages:
             ]
             if not self.division.even:
                 # All stages wait for the longest, so padding runs too; its results are dropped.
-                chosen = _choose(block < count, [*carry, *collected], before)
+                pairs = zip([*carry, *collected], before, strict=True)
+                chosen = [jnp.where(block < count, new, old) for new, old in pairs]
                 carry, collected = chosen[:num_carry], chosen[num_carry:]
             changed.append({n: results[result] for n, result in replaced.items()})
         return BlockOutputs([*carry, *collected], changed)
@@ -311,7 +312,3 @@ class Stages:
 
 def _weights_of(region: Region) -> tuple[int, ...]:
     return tuple(leaf.number for leaf in region.weights)
-
-
-def _choose(condition: Array | bool, new: list[Array], old: list[Array]) -> list[Array]:
-    return [jnp.where(condition, a, b) for a, b in zip(new, old, strict=True)]

@@ -98,17 +98,14 @@ class MemoryAdvice:
                 f"of optimizer state + {human_bytes(least.batch)} of batch + "
                 f"{human_bytes(memory.temp)} temporary"
             )
-        yield from self._predicted()
+        if self._predicts is not None:
+            hardware, estimator = self._predicts
+            predicted = estimator.estimate(self._assembled.plan, hardware).memory.total
+            yield f"the planner predicts {human_bytes(predicted)} per device"
         text = None if program is None else program.text()
         if text:
             yield "its largest temporary values:"
             yield from (f"  {buffer}" for buffer in largest_buffers(text))
-
-    def _predicted(self) -> Iterator[str]:
-        if self._predicts is not None:
-            hardware, estimator = self._predicts
-            memory = estimator.estimate(self._assembled.plan, hardware).memory
-            yield f"the planner predicts {human_bytes(memory.total)} per device"
 
     @cached_property
     def _predicts(self) -> tuple[Hardware, Estimator] | None:

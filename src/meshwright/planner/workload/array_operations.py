@@ -225,13 +225,13 @@ class _Unrolling:
             elif not self._keeps_rows(operation):
                 reads = [self._read(array) for array in operation.reads]
                 self._operations.append(replace(operation, reads=reads))
-        outputs = [[] if a is None else self._results(a) for a in self._program.outputs]
+        outputs = [
+            [] if a is None else self._rows.get(id(a)) or [self._values.get(id(a), a)]
+            for a in self._program.outputs
+        ]
         flat = [array for arrays in outputs for array in arrays]
         made = Operations(self._program.traced, self._inputs, self._operations, [*flat])
         return Unrolled(made, outputs)
-
-    def _results(self, array: Array) -> list[Array]:
-        return self._rows.get(id(array)) or [self._values.get(id(array), array)]
 
     def _keeps_rows(self, operation: Operation) -> bool:
         """Whether an operation only passes on rows that loops have written."""
