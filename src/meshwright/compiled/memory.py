@@ -176,7 +176,7 @@ def read_shortage(text: str) -> Shortage:
 
 def describe_devices(shortage: Shortage, devices: Sequence[Any]) -> list[str]:
     """Say what the device has and uses, or the one that uses most if none is named."""
-    facts = [(device, _stats(device)) for device in devices]
+    facts = [(device, memory_stats(device)) for device in devices]
     known = [(d, s) for d, s in facts if s.get("bytes_limit")]
     named = [(d, s) for d, s in known if getattr(d, "local_hardware_id", None) == shortage.device]
     chosen = named or sorted(known, key=lambda each: -each[1].get("bytes_in_use", 0))[:1]
@@ -224,7 +224,8 @@ def tell_shortage(shortage: Shortage, doing: str, fix: str = "") -> OutOfMemory:
     return explain_shortage(shortage, doing, lines=lines, fix=fix)
 
 
-def _stats(device: Any) -> dict[str, int]:
+def memory_stats(device: Any) -> dict[str, int]:
+    """Return what a device says about its memory; empty if it says nothing."""
     try:
         return device.memory_stats() or {}
     except (jax.errors.JaxRuntimeError, AttributeError, NotImplementedError):

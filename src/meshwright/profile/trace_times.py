@@ -172,20 +172,15 @@ class CollectiveNames:
         if _KERNEL.search(kernel):
             return TracedCollective(_kind(kernel, "") or "collective")
         # Without the program only names are left; a fusion may be named after its consumer.
-        kind = (
-            "" if self._by_instruction is not None or "fusion" in name else _kind(name, r"(\w+\.)?")
-        )
+        known = self._by_instruction is not None or "fusion" in name
+        kind = "" if known else _kind(name, r"(\w+\.)?")
         return TracedCollective(kind) if kind else None
 
 
 def _kind(text: str, before: str) -> str:
     look = re.match if before else re.search
-    matches = (
-        kind
-        for kind, pattern in _KINDS.items()
-        if look(f"{before}({pattern})", text, re.IGNORECASE)
-    )
-    return next(matches, "")
+    patterns = {kind: f"{before}({pattern})" for kind, pattern in _KINDS.items()}
+    return next((k for k, pattern in patterns.items() if look(pattern, text, re.IGNORECASE)), "")
 
 
 def _instructions(program: str, mesh: Mapping[str, int]) -> dict[str, TracedCollective]:

@@ -18,8 +18,7 @@ from meshwright.pipeline.schedule.timeline_drawing import Timeline
 def balance(costs: Sequence[float], num_stages: int) -> list[range]:
     """Divide layers, in order, into stages so that the most expensive one is as cheap as possible.
 
-    Of several such divisions, the most even one is returned: that with the smallest sum of squares.
-    Costs are FLOPs, bytes or times of the layers.
+    Of several such divisions, the most even one is returned: with the smallest sum of squares.
     """
     count = len(costs)
     if not 1 <= num_stages <= count:

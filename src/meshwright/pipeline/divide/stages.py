@@ -87,11 +87,7 @@ class BlockOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class StageFunctions:
-    """A model cut into stages, as functions of one microbatch.
-
-    ``embed_reads``, ``blocks_read`` and ``head_reads`` are the outer weights that each reads, by
-    number of the step leaf.
-    """
+    """A model cut into stages, as functions of one microbatch, and the outer weights each reads."""
 
     embed: Callable[[LeafValues, Microbatch], Message]
     blocks: Callable[[BlockInputs], BlockOutputs]
@@ -136,11 +132,9 @@ class StageSums:
 
 @dataclass(frozen=True)
 class StageContext:
-    """The mesh and the layouts of a traced loss inside a pipeline.
+    """The mesh and the layouts of a traced loss inside a pipeline, weights by step leaf.
 
-    ``gathers`` and ``whole`` are the layouts of weights sharded over fsdp and gathered, by number
-    of the step leaf; ``draws`` the random draws of a loss of one device's samples, None for all
-    samples.
+    ``draws`` are the random draws of a loss of one device's samples; None for one of all samples.
     """
 
     mesh: Mesh

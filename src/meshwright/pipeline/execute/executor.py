@@ -37,11 +37,7 @@ from meshwright.pipeline.schedule.operations import Shape
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TickCarry:
-    """The state between ticks; dim 0 of every buffer counts slots.
-
-    Saved values wait for backward passes, cuts for weight gradients; what has just arrived is not
-    in a slot yet.
-    """
+    """The state between ticks: slots of what waits, sums, and what has just arrived."""
 
     inbox: Message
     gradients: BackwardMessage
@@ -65,8 +61,7 @@ class _AfterForward:
 class StageExecutor:
     """Runs the ticks of one stage, inside a `jax.shard_map` over the pipe axis.
 
-    ``scale`` is the factor on the loss before differentiation, for half precision; ``constrain``
-    fixes the sharding of the running sums.
+    ``scale`` is a factor on the loss, for half precision; ``constrain`` fixes the sums' sharding.
     """
 
     def __init__(

@@ -68,11 +68,7 @@ class TickRow:
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """How many slots of each kind a tick table needs, and how often something arrives.
-
-    Saved values are for backward passes, cuts for weight gradients. Ticks are those before which
-    something arrives at any stage.
-    """
+    """How many slots of each kind a tick table needs, and ticks before which something arrives."""
 
     num_activations: int
     num_gradients: int

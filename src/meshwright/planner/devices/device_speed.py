@@ -42,10 +42,9 @@ class Timed:
 
 @dataclass(frozen=True)
 class DeviceTimer:
-    """Times programs on some devices, all of which run the same at once.
+    """Times programs on some devices, all of which run the same at once, in so many seconds each.
 
-    One timing should take ``seconds``, besides compiling; after the ``deadline`` of
-    `time.perf_counter`, as short as possible.
+    After the ``deadline`` of `time.perf_counter`, timings are as short as possible.
     """
 
     devices: Sequence[Any]

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from meshwright.compiled.memory import memory_stats
 from meshwright.errors import UserError
 from meshwright.hardware import (
     MEASURED,
@@ -82,11 +83,7 @@ def known_hardware(devices: Sequence[Any]) -> Hardware | None:
 
 
 def _limit(device: Any) -> Capacity | None:
-    try:
-        stats = device.memory_stats() or {}
-    except (jax.errors.JaxRuntimeError, NotImplementedError, AttributeError):
-        stats = {}
-    if limit := stats.get("bytes_limit"):
+    if limit := memory_stats(device).get("bytes_limit"):
         return Capacity(int(limit), f"what JAX may use of a {device.device_kind}")
     chip = find_chip(device.device_kind)
     if chip is None:
@@ -140,11 +137,8 @@ def measure_local(
 ) -> Hardware:
     """Measure the devices of this process, or return what was measured before.
 
-    Figures are of one device while all are busy: virtual devices share the cores of a host. An
-    earlier measurement is repeated with ``refresh``, and should take ``seconds``.
+    Figures are of one device while all are busy: virtual devices share the cores of a host.
     """
-    import jax
-
     present = list(jax.local_devices() if devices is None else devices)
     kinds = sorted({device.device_kind for device in present})
     if len(kinds) != 1:
@@ -253,7 +247,7 @@ def _usable_bytes(devices: Sequence[Any]) -> float | None:
         capacity = device_capacity(devices)
         # The system and the program itself need some of it.
         return None if capacity is None else _HOST_SHARE * capacity.bytes
-    return (devices[0].memory_stats() or {}).get("bytes_limit")
+    return memory_stats(devices[0]).get("bytes_limit")
 
 
 def _cache_file(kind: str, count: int) -> Path:

@@ -87,11 +87,9 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds of one step.
+    """Seconds of one step: kernels, what stages add to them, traffic, and waiting for other stages.
 
-    ``compute`` are kernels of one device, ``staging`` what running the blocks in stages adds to
-    them, ``bubble`` the wait for other stages. FLOPs are those of all devices, without
-    recomputation.
+    FLOPs are those of all devices, without recomputation.
     """
 
     compute: float
