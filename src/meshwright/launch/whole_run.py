@@ -29,10 +29,7 @@ _STARTED = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class WholeRun:
-    """The run that a launch belongs to.
-
-    It ``is_shared`` if the environment describes it, and other machines may take part.
-    """
+    """The run that a launch belongs to; shared if the environment describes it to all machines."""
 
     address: str
     port: int

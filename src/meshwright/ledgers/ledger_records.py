@@ -84,21 +84,11 @@ class NotOverlapped(_Record):
 
 
 class AxisLedger(_Record):
-    """One mesh axis.
+    """One mesh axis: what each device sends over it, in the stage that sends most, and the minimum.
 
-    Attributes:
-        size: devices along the axis.
-        sent_bytes: bytes each device sends over it per step; with pipeline stages, in the stage
-            that sends most.
-        minimum_bytes: bytes the plan needs to send.
-        ratio: sent over minimum bytes; null if nothing needs to be sent.
-        excess: bytes sent beyond the minimum, by module.
-        modules: what each module sends, and its minimum.
-        overlapped_bytes: bytes sent while the device computes products, in the program that runs;
-            null if unknown.
-        overlapped: their share of what the program that runs sends; null if unknown, or if it
-            sends nothing.
-        overlap: the same by kind of collective, ``reduce`` being all-reduces and reduce-scatters.
+    ``excess`` says what is beyond the minimum, ``overlapped`` which share of it is sent while the
+    device computes products, in the program that runs; null if unknown, or if nothing is sent.
+    ``overlap`` is the same by kind of collective, ``reduce`` being all-reduces and reduce-scatters.
     """
 
     size: int

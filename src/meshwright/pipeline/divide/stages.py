@@ -51,10 +51,7 @@ class Losses(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Microbatch:
-    """The inputs of one microbatch; for several, dim 0 of each array counts microbatches.
-
-    ``state`` are the changing leaves outside the blocks, as they are before this microbatch.
-    """
+    """The inputs of one microbatch, or of several, and the state outside the blocks before each."""
 
     batch: list[Array]
     state: LeafValues
@@ -99,10 +96,7 @@ class StageFunctions:
 
 @dataclass(frozen=True)
 class StageValues:
-    """The leaves of one stage during a batch.
-
-    Those of its blocks are [chunks × blocks, …]; ``outer`` are trained leaves outside the blocks.
-    """
+    """The leaves of one stage during a batch; those of its blocks are [chunks × blocks, …]."""
 
     weights: BlockRow
     fixed: BlockRow

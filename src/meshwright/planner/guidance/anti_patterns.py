@@ -207,10 +207,7 @@ def _over_sharded(estimator: Estimator, estimate: Estimate) -> str:
 
 
 def linear_scaling(points: Sequence[ScalingPoint]) -> AntiPattern | None:
-    """Return how far all devices are from linear scaling.
-
-    None if they are close, or if fewer are as fast, which the decision says.
-    """
+    """Return how far all devices are from linear scaling; None if close, or fewer are as fast."""
     known = [point for point in points if point.estimate is not None]
     if len(known) < 2 or known[-1].efficiency > 0.95 or enough_devices(points):
         return None

@@ -67,10 +67,7 @@ class PlanTask:
 
 @dataclass(frozen=True)
 class Variant:
-    """The settings of a plan besides its mesh and microbatch size.
-
-    With ``sync_once``, gradients are reduced once per step, not after each microbatch.
-    """
+    """The settings of a plan besides its mesh and microbatch; gradients may be reduced once."""
 
     remat: Remat = "none"
     blocks: Literal["scan", "unroll"] = "unroll"

@@ -191,19 +191,8 @@ _ROWWISE = SAME - {"bitcast_convert_type", "expand_dims", "reshape", "squeeze"}
 """Operations whose result has the same rows as their operand."""
 
 
-@dataclass(frozen=True)
-class Unrolled:
-    """A program without loops over blocks.
-
-    ``outputs`` are, for each result of the program with loops, its rows or the result itself.
-    """
-
-    program: Operations
-    outputs: list[list[Array]]
-
-
-def unroll(program: Operations) -> Unrolled:
-    """Replace each scan of a program by its iterations."""
+def unroll(program: Operations) -> tuple[Operations, list[list[Array]]]:
+    """Replace each scan of a program by its iterations; return also the rows of each result."""
     return _Unrolling(program).run()
 
 
@@ -218,7 +207,7 @@ class _Unrolling:
         self._scans: dict[int, Operation] = {}
         self._cut: dict[tuple[int, int], Array] = {}
 
-    def run(self) -> Unrolled:
+    def run(self) -> tuple[Operations, list[list[Array]]]:
         for operation in self._program.operations:
             if operation.name == "scan" and operation.times > 1:
                 self._expand(operation)
@@ -231,7 +220,7 @@ class _Unrolling:
         ]
         flat = [array for arrays in outputs for array in arrays]
         made = Operations(self._program.traced, self._inputs, self._operations, [*flat])
-        return Unrolled(made, outputs)
+        return made, outputs
 
     def _keeps_rows(self, operation: Operation) -> bool:
         """Whether an operation only passes on rows that loops have written."""

@@ -122,8 +122,7 @@ def schedule_gradients(
     operations = traced.operations
     outputs = [[] if array is None else [array] for array in operations.outputs]
     if unrolled:
-        made = unroll(operations)
-        operations, outputs = made.program, made.outputs
+        operations, outputs = unroll(operations)
     for number, arrays in zip(traced.trained, outputs, strict=False):
         for array in arrays:
             array.gradient = number
