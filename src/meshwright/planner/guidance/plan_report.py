@@ -20,11 +20,11 @@ from meshwright.planner.guidance.anti_patterns import (
     linear_scaling,
 )
 from meshwright.planner.guidance.budget import Budget, PlanGoal
-from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import (
     alone,
     explain_decision,
     fewer_devices,
+    nothing_fits,
     reason_for,
 )
 from meshwright.planner.search.candidates import PlanTask, all_sizes
