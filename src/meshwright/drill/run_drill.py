@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.drill import file_faults, joining_faults, process_faults
-from meshwright.drill.run_folder import NotSurvived
+from meshwright.drill.launched import NotSurvived
 from meshwright.drill.trial import Configuration, Fault, Trial
 from meshwright.errors import UserError
 from meshwright.text.masking import mask_words
