@@ -14,9 +14,8 @@ from meshwright.cli.main import main
 from meshwright.drill import launched as launches
 from meshwright.drill import run_drill
 from meshwright.drill.fault_makers import IN_CHECKPOINT, IN_PROCESS
-from meshwright.drill.launched import Launched, Line
+from meshwright.drill.launched import Launched, Line, NotSurvived, RunFolder
 from meshwright.drill.run_drill import FAULTS
-from meshwright.drill.run_folder import NotSurvived, RunFolder
 from meshwright.drill.trial import Configuration, Fault, Trial
 
 LIMIT_SECONDS = 1200

@@ -21,7 +21,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.axes import MESH_AXES, describe_sizes
 from meshwright.plan import Plan, make_plan
 from meshwright.planner.devices.local_hardware import hardware_of
-from meshwright.planner.search.scaling import device_counts
+from meshwright.planner.search.what_if import device_counts
 from meshwright.processes import process_count
 from meshwright.recipe import make_recipe
 from meshwright.runtime.activity import activity

@@ -36,10 +36,10 @@ from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.guidance.budget import Goal, PlanGoal, parse_goal, parse_price
-from meshwright.planner.guidance.nothing_fits import NothingFits
 from meshwright.planner.guidance.plan_report import PlanReport, make_report
 from meshwright.planner.guidance.plan_rows import report_json
 from meshwright.planner.guidance.plan_text import report_text
+from meshwright.planner.guidance.why_this_plan import NothingFits
 from meshwright.planner.search.candidates import PlanTask, config_task
 from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.runtime.garbage import few_collections

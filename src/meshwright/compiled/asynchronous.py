@@ -37,10 +37,7 @@ def is_scheduled(text: str) -> bool:
 
 
 def scheduled_collectives(text: str, mesh_axes: Mapping[str, int]) -> list[Scheduled]:
-    """List the collectives of a scheduled program, and whether products run at the same time.
-
-    Products are matrix products, convolutions and attention: what takes most of the time.
-    """
+    """List the collectives of a scheduled program, and whether products run at the same time."""
     program = parse_hlo(text)
     overlaps = _Schedule(program).overlaps()
     # The op names of what each collective sends, by the name of its instruction.

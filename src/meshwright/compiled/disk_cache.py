@@ -38,14 +38,13 @@ def use_disk_cache(wanted: bool | str | os.PathLike[str] | None) -> None:
     """Turn the compilation cache on or off, for this whole process.
 
     JAX's own settings (JAX_COMPILATION_CACHE_DIR and others) are kept, unless ``wanted``
-    contradicts them. A folder that cannot be written to is a warning, and nothing is cached.
+    contradicts them: it is a folder; true for JAX's own setting, or else the user's cache folder;
+    false for no cache; None for true on accelerators in a single process, and JAX's settings
+    elsewhere. A folder that cannot be written to is a warning, and nothing is cached.
 
-    Args:
-        wanted: a folder; true for JAX's own setting, or else the user's cache folder; false for no
-            cache; None for true on accelerators in a single process, and JAX's settings elsewhere.
-            CPUs compile quickly, and machine code for one may not run on another. Of several
-            processes only the first writes entries, and on GPUs a process that compiles waits for
-            the others to compile too, which a process that finds an entry does not.
+    CPUs compile quickly, and machine code for one may not run on another. Of several processes only
+    the first writes entries, and on GPUs a process that compiles waits for the others to compile
+    too, which a process that finds an entry does not.
     """
     if wanted is False:
         _set(_ENABLED, False)

@@ -218,7 +218,11 @@ def _read_instruction(line: str) -> Instruction | None:
         operands=() if is_leaf else tuple(a.split()[-1].removeprefix("%") for a in arguments),
         literal=line[opcode.end() : end] if is_leaf else "",
         attributes=attributes,
-        called={role: _names(attributes[role]) for role in CALL_ROLES if role in attributes},
+        called={
+            role: tuple(re.findall(r"[\w.\-]+", attributes[role]))
+            for role in CALL_ROLES
+            if role in attributes
+        },
         op_name=_op_name(attributes.get("metadata", "")),
         is_root=bool(head["root"]),
     )
@@ -275,10 +279,6 @@ def _split(text: str, start: int) -> tuple[list[str], int]:
             last = token.end()
     parts.append(text[last:end])
     return [part.strip() for part in parts if part.strip()], end
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"[\w.\-]+", text))
 
 
 def _op_name(metadata: str) -> str:

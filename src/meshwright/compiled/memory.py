@@ -56,25 +56,15 @@ def memory_of(compiled: Any) -> MemoryUse:
 
 
 _NO_BUFFER = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "conditional",
-    "call",
-    "optimization-barrier",
-}
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
+    "call", "optimization-barrier"
+}  # fmt: skip
 """Operations whose value is a part of another value."""
 
 
 @dataclass(frozen=True, order=True)
 class LargeBuffer:
-    """A kind of value that a program keeps in memory; some of them may share it.
-
-    The module has blocks of a list as ``*``, and is empty outside modules.
-    """
+    """A kind of value that a program keeps in memory; its module has ``*`` for blocks of a list."""
 
     bytes: int
     count: int
@@ -103,7 +93,8 @@ def largest_buffers(text: str, most: int = 5) -> list[LargeBuffer]:
                 continue
             module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_of(instruction.op_name))
             for shape in _arrays(instruction.shape):
-                kinds[shape.bytes, module, _describe(shape)] += 1
+                dims = ",".join(map(str, shape.dims))
+                kinds[shape.bytes, module, f"{shape.dtype}[{dims}]"] += 1
     ordered = sorted(kinds.items(), reverse=True)[:most]
     return [LargeBuffer(size, n, module, shape) for (size, module, shape), n in ordered]
 
@@ -122,10 +113,6 @@ def _arrays(shape: Shape) -> Iterator[Shape]:
         yield shape
     for element in shape.elements:
         yield from _arrays(element)
-
-
-def _describe(shape: Shape) -> str:
-    return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
 
 
 _EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|Resource exhausted|CUDA_ERROR_OUT_OF_MEMORY")
@@ -189,7 +176,7 @@ def read_shortage(text: str) -> Shortage:
 
 def describe_devices(shortage: Shortage, devices: Sequence[Any]) -> list[str]:
     """Say what the device has and uses, or the one that uses most if none is named."""
-    facts = [(device, _stats(device)) for device in devices]
+    facts = [(device, memory_stats(device)) for device in devices]
     known = [(d, s) for d, s in facts if s.get("bytes_limit")]
     named = [(d, s) for d, s in known if getattr(d, "local_hardware_id", None) == shortage.device]
     chosen = named or sorted(known, key=lambda each: -each[1].get("bytes_in_use", 0))[:1]
@@ -207,10 +194,7 @@ def describe_devices(shortage: Shortage, devices: Sequence[Any]) -> list[str]:
 def explain_shortage(
     shortage: Shortage, doing: str, *, lines: Iterable[str] = (), fix: str = ""
 ) -> OutOfMemory:
-    """Return the error for a device that is out of memory.
-
-    ``doing`` is what was being done, ``lines`` say what is known of the program's memory.
-    """
+    """Return the error for a device that is out of memory, with what is known of the program."""
     what = f"{shortage.sentence} while {doing}"
     return OutOfMemory(what, why="\n".join([*lines, f"JAX says: {shortage.text}"]), fix=fix)
 
@@ -240,7 +224,8 @@ def tell_shortage(shortage: Shortage, doing: str, fix: str = "") -> OutOfMemory:
     return explain_shortage(shortage, doing, lines=lines, fix=fix)
 
 
-def _stats(device: Any) -> dict[str, int]:
+def memory_stats(device: Any) -> dict[str, int]:
+    """Return what a device says about its memory; empty if it says nothing."""
     try:
         return device.memory_stats() or {}
     except (jax.errors.JaxRuntimeError, AttributeError, NotImplementedError):

@@ -48,24 +48,12 @@ _NAMES = {
 }
 
 __all__ = [
-    "BatchSizeRecommendation",
-    "DataParallel",
-    "DeviceMeshManager",
-    "DevicePlacement",
-    "DistributedBackend",
-    "DistributedConfig",
-    "DistributedMetrics",
-    "DynamicLossScaler",
-    "DynamicLossScalerConfig",
-    "GradientAccumulator",
-    "GradientAccumulatorConfig",
-    "HardwareType",
-    "Trainer",
-    "distribute_batch",
-    "get_batch_size_recommendation",
-    "place_on_device",
-    "setup_multinode",
-]
+    "BatchSizeRecommendation", "DataParallel", "DeviceMeshManager", "DevicePlacement",
+    "DistributedBackend", "DistributedConfig", "DistributedMetrics", "DynamicLossScaler",
+    "DynamicLossScalerConfig", "GradientAccumulator", "GradientAccumulatorConfig", "HardwareType",
+    "Trainer", "distribute_batch", "get_batch_size_recommendation", "place_on_device",
+    "setup_multinode"
+]  # fmt: skip
 
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

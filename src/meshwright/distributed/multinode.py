@@ -14,18 +14,7 @@ from meshwright.runtime.jax_internals import jax_has_started
 
 
 class ProcessInfo(TypedDict):
-    """The position of this process in the run.
-
-    Attributes:
-        world_size: number of processes, by the environment.
-        rank: number of this process, by the environment.
-        local_rank: number of this process on its node.
-        is_master: whether this is the main process.
-        process_index: number of this process in JAX.
-        process_count: number of processes in JAX.
-        local_devices: number of devices of this process.
-        global_devices: number of devices of all processes.
-    """
+    """The position of this process in the run: by the environment, its node, and JAX."""
 
     world_size: int
     rank: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from meshwright.drill.fault_makers import IN_CHECKPOINT
-from meshwright.drill.run_folder import NotSurvived
+from meshwright.drill.launched import NotSurvived
 from meshwright.drill.trial import SAME, Fault, Trial, largest_file
 from meshwright.errors import ExitCode
 from meshwright.text.units import human_bytes

@@ -6,7 +6,7 @@ import os
 import re
 
 from meshwright.drill.fault_makers import SEED, missing_peers, taken_port
-from meshwright.drill.run_folder import NotSurvived
+from meshwright.drill.launched import NotSurvived
 from meshwright.drill.trial import Fault, Trial, several_processes
 from meshwright.text.units import counted
 

@@ -61,10 +61,7 @@ def read_notes(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class DrilledProcess:
-    """A process of a drilled run, before it starts to train.
-
-    ``attempt`` is how often the launcher has started it before.
-    """
+    """A process of a drilled run before it trains; attempts count from 0."""
 
     instructions: Instructions
     rank: int

@@ -6,7 +6,7 @@ import re
 import signal
 
 from meshwright.drill.fault_makers import CRASH_CODE, EXCEPTION_TEXT
-from meshwright.drill.run_folder import NotSurvived
+from meshwright.drill.launched import NotSurvived
 from meshwright.drill.trial import SAME, STOP_SECONDS, Fault, Trial, several_processes
 from meshwright.errors import ExitCode
 from meshwright.launch.watch import STEPS

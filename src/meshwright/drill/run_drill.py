@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.drill import file_faults, joining_faults, process_faults
-from meshwright.drill.run_folder import NotSurvived
+from meshwright.drill.launched import NotSurvived
 from meshwright.drill.trial import Configuration, Fault, Trial
 from meshwright.errors import UserError
 from meshwright.text.masking import mask_words
@@ -62,10 +62,7 @@ def run_drill(
     show_progress: Callable[[str], None],
     show_result: Callable[[FaultResult], None],
 ) -> DrillReport:
-    """Run the configuration without a fault, then inject each of the faults into a new run.
-
-    A configuration that fails without any fault is an error. Each fault has a folder of its own.
-    """
+    """Run the configuration without a fault, which must work, then inject each into a new run."""
     started = time.monotonic()
     show_progress("without a fault")
     first = _run_without_fault(configuration, folder / "reference")

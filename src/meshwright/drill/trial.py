@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.config.compose import quoted
-from meshwright.drill.launched import Launched, is_free, launch, running_in
+from meshwright.drill.launched import Launched, NotSurvived, RunFolder, is_free, launch, running_in
 from meshwright.drill.process import Instructions
-from meshwright.drill.run_folder import NotSurvived, RunFolder
 
 STOP_SECONDS = 10.0
 """How long a launch may take to notice that a process is gone, and to end or restart the others."""
@@ -44,10 +43,7 @@ _RESTART = r"restart 1 of 3 in \d+ s, from the (?:checkpoint of step (\d+)|begin
 
 @dataclass(frozen=True)
 class Configuration:
-    """The run that is drilled.
-
-    ``words`` are what the user wrote: settings, and flags that say which config they change.
-    """
+    """The run that is drilled; ``words`` are settings and flags as the user wrote them."""
 
     words: tuple[str, ...]
     nprocs: int

@@ -21,21 +21,7 @@ The rest is for what JAX and the driver keep, and for the error of estimates.
 """
 
 __all__ = [
-    "LOCAL",
-    "MEASURED",
-    "MEMORY_SHARE",
-    "BatchSizeRecommendation",
-    "Chip",
-    "Cores",
-    "Hardware",
-    "Link",
-    "chip_by_name",
-    "detect",
-    "find_chip",
-    "is_local",
-    "load_chips",
-    "load_links",
-    "parse_hardware",
-    "roofline_batch_sizes",
-    "unknown_batch_sizes",
-]
+    "LOCAL", "MEASURED", "MEMORY_SHARE", "BatchSizeRecommendation", "Chip", "Cores", "Hardware",
+    "Link", "chip_by_name", "detect", "find_chip", "is_local", "load_chips", "load_links",
+    "parse_hardware", "roofline_batch_sizes", "unknown_batch_sizes"
+]  # fmt: skip

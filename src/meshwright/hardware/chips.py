@@ -43,10 +43,7 @@ class BatchSizeRecommendation:
 
 @dataclass(frozen=True, kw_only=True)
 class Cores:
-    """The processors of an NVIDIA GPU: what the compiler must know to compile for it elsewhere.
-
-    docs/hardware.md says what each figure is.
-    """
+    """What compilers need to know of an NVIDIA GPU; docs/hardware.md explains the figures."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

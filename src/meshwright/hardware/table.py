@@ -198,10 +198,8 @@ def _node(device: Any) -> int:
 
 @cache
 def _table() -> dict[str, Any]:
-    text = (
-        resources.files("meshwright.hardware").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    )
-    return yaml.safe_load(text)
+    file = resources.files("meshwright.hardware") / "hardware.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def _own_file() -> tuple[Path | None, int]:

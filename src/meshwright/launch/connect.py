@@ -56,10 +56,9 @@ def join_processes(config: DistributedConfig, environ: Mapping[str, str]) -> Non
             why="the environment does not say where process 0 runs",
             fix="export MASTER_ADDR=… in each process: the machine of process 0",
         )
+    host = f"[{host}]" if ":" in host and "[" not in host else host
     processes.connect(
-        f"[{host}]:{config.master_port}"
-        if ":" in host.strip("[]") and "[" not in host
-        else f"{host}:{config.master_port}",
+        f"{host}:{config.master_port}",
         config.world_size,
         config.rank,
         local_device_ids=own_device_ids(config.num_processes_per_node, config.local_rank, environ),

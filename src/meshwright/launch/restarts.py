@@ -39,10 +39,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass
 class Attempts:
-    """Runs a launch until it succeeds, or another attempt is of no use.
-
-    The team decides which processes take part.
-    """
+    """Runs a launch until it succeeds, or another attempt is of no use."""
 
     options: LaunchOptions
     environ: Mapping[str, str]

@@ -22,6 +22,7 @@ from meshwright.launch.merged_output import MergedOutput
 from meshwright.launch.watch import HANG_SECONDS, Stuck, Watch, dump_stacks, keep_stacks
 from meshwright.runtime.attempts import Fit, Report
 from meshwright.runtime.heartbeat import HEARTBEAT_FILE, report_file
+from meshwright.text.units import numbered
 
 GRACE_AFTER_FAILURE = 8.0
 """Seconds; the others can only wait for the process that failed, so they need little time."""
@@ -84,10 +85,7 @@ class Requests:
 
 
 class Supervisor:
-    """Runs one command in several processes until the last one has ended.
-
-    ``remedy`` is what is done about a failure, or can be.
-    """
+    """Runs one command in several processes until the last one has ended."""
 
     def __init__(
         self,
@@ -262,8 +260,8 @@ class Supervisor:
             return ""
         rank, returncode = self._failure
         if self._merged.is_left_behind(rank) and (silent := sorted(self._merged.silent)):
-            who = "process" if len(silent) == 1 else "processes"
-            return f"process {rank} lost {who} {', '.join(map(str, silent))}{self._when(rank)}"
+            lost = numbered("process", silent, len(silent))
+            return f"process {rank} lost {lost}{self._when(rank)}"
         cause = self._merged.cause(rank)
         # Processes run ahead of the step that they find out about.
         when = "" if " step " in cause else self._when(rank)

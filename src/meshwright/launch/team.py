@@ -20,7 +20,7 @@ from meshwright.processes import join_timeout, own_interface
 from meshwright.processes.ports import Address
 from meshwright.processes.rendezvous import Meeting, Member, call_roll
 from meshwright.runtime.attempts import Fit, ProcessRange
-from meshwright.text.units import counted
+from meshwright.text.units import counted, numbered
 
 TRIES = 2
 """How often a failed process is restarted without a new checkpoint before it is given up: the first
@@ -267,11 +267,8 @@ class MachinesLeft(Team):
         return Gathered(run, range(self._each), text)
 
     def _changes(self, before: list[int], members: list[int]) -> str:
-        parts: list[str] = []
-        for numbers, without, what in (
-            (before, members, "did not come back"),
-            (members, before, "came back"),
-        ):
-            if named := [str(number) for number in numbers if number not in without]:
-                parts.append(f"machine{'s' * (len(named) > 1)} {', '.join(named)} {what}")
+        gone = [number for number in before if number not in members]
+        back = [number for number in members if number not in before]
+        changes = ((gone, "did not come back"), (back, "came back"))
+        parts = [f"{numbered('machine', who, len(who))} {what}" for who, what in changes if who]
         return "; ".join([*parts, self._describe(len(members), len(members))])

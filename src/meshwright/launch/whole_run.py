@@ -29,10 +29,7 @@ _STARTED = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class WholeRun:
-    """The run that a launch belongs to.
-
-    It ``is_shared`` if the environment describes it, and other machines may take part.
-    """
+    """The run that a launch belongs to; shared if the environment describes it to all machines."""
 
     address: str
     port: int
@@ -90,12 +87,9 @@ def _node_rank(launch: LaunchOptions, nodes: int, found: Found, environ: Mapping
     size, rank = found.numbers["world_size"], found.numbers["rank"]
     if size == nodes:
         return found.numbers.get("node_rank", rank)
-    if (
-        found.launcher is ENVIRONMENT
-        and size == nodes * launch.nprocs
-        and rank % launch.nprocs == 0
-    ):
-        # WORLD_SIZE may count processes, and RANK the first one of this machine.
+    # WORLD_SIZE may count processes, and RANK the first one of this machine.
+    counts_processes = found.launcher is ENVIRONMENT and size == nodes * launch.nprocs
+    if counts_processes and rank % launch.nprocs == 0:
         return rank // launch.nprocs
     raise _contradiction(launch, found.launcher.title, found.shown(environ, "world_size", "rank"))
 
@@ -108,12 +102,8 @@ def _coordinator(launch: LaunchOptions, nodes: int, environ: Mapping[str, str]) 
     address = None if found is None else found.address
     if launch.coordinator:
         host, port = split_address("--coordinator", launch.coordinator)
-        if (
-            found
-            and address
-            and address.is_given
-            and (address.host, address.port or port) != (host, port)
-        ):
+        given = address and address.is_given and (address.host, address.port or port)
+        if found and given and given != (host, port):
             raise _contradiction(launch, found.launcher.title, found.shown(environ, "address"))
         return host, port
     if address is None:

@@ -11,14 +11,6 @@ from meshwright.ledgers.ledger_records import (
 from meshwright.ledgers.make_ledger import ledger, lower_step, make_ledger, read_ledger
 
 __all__ = [
-    "AxisLedger",
-    "KindOverlap",
-    "Ledger",
-    "Line",
-    "ModuleLedger",
-    "NotOverlapped",
-    "ledger",
-    "lower_step",
-    "make_ledger",
-    "read_ledger",
-]
+    "AxisLedger", "KindOverlap", "Ledger", "Line", "ModuleLedger", "NotOverlapped", "ledger",
+    "lower_step", "make_ledger", "read_ledger"
+]  # fmt: skip

@@ -49,7 +49,13 @@ class Reasons:
             if collective.kind == "all-gather" and collective.op_name.endswith("_constraint"):
                 return self._gather(collective)
             if collective.phase == "backward" and "reduce" in collective.kind:
-                fitting = [read for read in left if self._is_gradient(collective, read)]
+                fitting = [
+                    read
+                    for read in left
+                    if collective.module in (read.module, *read.through)
+                    and collective.count >= read.iterations
+                    and self._fits(collective, read)
+                ]
                 if fitting:
                     # What is computed from a weight alone may be reduced before or after it.
                     read = min(fitting, key=lambda read: read.module != collective.module)
@@ -58,13 +64,6 @@ class Reasons:
                         return _OF_SEVERAL
                     return self._gradient(read)
         return _exchange(collective)
-
-    def _is_gradient(self, collective: Collective, read: WeightRead) -> bool:
-        return (
-            collective.module in (read.module, *read.through)
-            and collective.count >= read.iterations
-            and self._fits(collective, read)
-        )
 
     def _fits(self, collective: Collective, read: WeightRead) -> bool:
         # Half precision is sent with half the bytes of the weight.

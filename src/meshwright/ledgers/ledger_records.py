@@ -52,14 +52,10 @@ class Explanation(_Record):
 
 
 class ModuleLedger(Frozen):
-    """What one module sends over one axis.
+    """What one module sends over one axis, what the plan needs, and why it is more.
 
-    Attributes:
-        sent_bytes: bytes each device sends per step.
-        minimum_bytes: bytes the plan needs to send.
-        kinds: bytes beyond the minimum by kind of collective, ``reduce`` being all-reduces and
-            reduce-scatters; negative where less is sent.
-        explained: why more than the minimum is sent, where it is known.
+    ``kinds`` has bytes beyond the minimum, ``reduce`` being all-reduces and reduce-scatters;
+    negative where less is sent.
     """
 
     sent_bytes: int
@@ -69,13 +65,7 @@ class ModuleLedger(Frozen):
 
 
 class KindOverlap(_Record):
-    """What collectives of one kind send over one axis in the program that runs.
-
-    Attributes:
-        sent_bytes: bytes each device sends per step.
-        overlapped_bytes: bytes of collectives during which the device computes products.
-        overlapped: the share of these bytes.
-    """
+    """What collectives of one kind send over one axis, and during which products are computed."""
 
     sent_bytes: int
     overlapped_bytes: int
@@ -83,16 +73,7 @@ class KindOverlap(_Record):
 
 
 class NotOverlapped(_Record):
-    """A collective during which the device computes no product.
-
-    Attributes:
-        axes: mesh axes it runs over.
-        kind: its kind.
-        modules: the modules whose values it sends; several where the compiler has combined them.
-        phase: forward, backward or update.
-        count: how often it runs per step.
-        sent_bytes: bytes each device sends, per step.
-    """
+    """A collective during which the device computes no product, of one module or several merged."""
 
     axes: list[str]
     kind: str
@@ -103,21 +84,11 @@ class NotOverlapped(_Record):
 
 
 class AxisLedger(_Record):
-    """One mesh axis.
+    """One mesh axis: what each device sends over it, in the stage that sends most, and the minimum.
 
-    Attributes:
-        size: devices along the axis.
-        sent_bytes: bytes each device sends over it per step; with pipeline stages, in the stage
-            that sends most.
-        minimum_bytes: bytes the plan needs to send.
-        ratio: sent over minimum bytes; null if nothing needs to be sent.
-        excess: bytes sent beyond the minimum, by module.
-        modules: what each module sends, and its minimum.
-        overlapped_bytes: bytes sent while the device computes products, in the program that runs;
-            null if unknown.
-        overlapped: their share of what the program that runs sends; null if unknown, or if it
-            sends nothing.
-        overlap: the same by kind of collective, ``reduce`` being all-reduces and reduce-scatters.
+    ``excess`` says what is beyond the minimum, ``overlapped`` which share of it is sent while the
+    device computes products, in the program that runs; null if unknown, or if nothing is sent.
+    ``overlap`` is the same by kind of collective, ``reduce`` being all-reduces and reduce-scatters.
     """
 
     size: int

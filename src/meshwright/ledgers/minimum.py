@@ -27,10 +27,7 @@ from meshwright.step.assemble import Assembled
 
 
 class Needed(NamedTuple):
-    """Collectives of one kind that a plan needs.
-
-    ``nbytes`` are those of the whole array that is exchanged, ``times`` how often per step.
-    """
+    """Collectives of one kind that a plan needs per step, each of a whole array of ``nbytes``."""
 
     axis: str
     kind: str
@@ -137,10 +134,7 @@ def _reduction(weight: PlacedWeight, plan: Plan, times: int) -> Iterator[Needed]
 def event_needs(
     events: Iterable[PlacedEvent], plan: Plan, scale: float, stage: Stage | None = None
 ) -> Iterator[Needed]:
-    """Yield what tensor parallelism sends.
-
-    ``scale`` is a device's samples of a microbatch, relative to those traced.
-    """
+    """Yield what tensor parallelism sends; ``scale`` is relative to the samples traced."""
     steps, size = plan.batch.gradient_accumulation_steps, plan.size("tensor")
     for event in events:
         times = event.times * (steps if stage is None else stage.runs(event.part, steps))

@@ -30,11 +30,10 @@ class Extra(StrEnum):
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The work of one stage.
+    """The work of one stage, all its devices together; kept microbatches are of one chunk each.
 
-    FLOPs are those of a microbatch's forward pass on all devices of the stage together, including
-    the repeated last block of a stage with fewer blocks than others. Kept microbatches are of one
-    chunk each.
+    FLOPs of a forward pass include the repeated last block of a stage with fewer blocks than
+    others.
     """
 
     blocks: tuple[int, ...]

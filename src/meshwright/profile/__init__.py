@@ -5,11 +5,6 @@ from meshwright.profile.profiler import NoProfiling, Profiler, Profiling
 from meshwright.profile.trace_times import read_profile
 
 __all__ = [
-    "CollectiveTime",
-    "DeviceTime",
-    "NoProfiling",
-    "Profile",
-    "Profiler",
-    "Profiling",
-    "read_profile",
-]
+    "CollectiveTime", "DeviceTime", "NoProfiling", "Profile", "Profiler", "Profiling",
+    "read_profile"
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -102,11 +103,9 @@ class Profile:
     @property
     def advice(self) -> list[str]:
         """What is slow, and what to try."""
-        exposed: dict[tuple[str, ...], float] = {}
-        for collective in self.collectives:
-            exposed[collective.axes] = exposed.get(collective.axes, 0.0) + (
-                collective.exposed_seconds / self.seconds_per_step
-            )
+        exposed = defaultdict[tuple[str, ...], float](float)
+        for each in self.collectives:
+            exposed[each.axes] += each.exposed_seconds / self.seconds_per_step
         return advise(
             self.shares, exposed, load_balance=self.load_balance, virtual=self.platform == "cpu"
         )
@@ -157,7 +156,12 @@ def advise(
     ``exposed`` is the share of the wall time spent waiting for communication, by mesh axes; times
     of ``virtual`` devices mean little.
     """
-    advice = [*_parts(shares, exposed), *_balance(load_balance)]
+    advice = list(_parts(shares, exposed))
+    if load_balance > EVEN:
+        advice.append(
+            f"the busiest device computes {load_balance:.2f} times the mean; look for experts, "
+            "stages or samples of uneven size, or a device that is slower than the others"
+        )
     if advice and virtual:
         advice.append(
             "these are virtual devices that share one processor: waiting for a turn counts as "
@@ -203,11 +207,3 @@ def _faster_data() -> str:
         # Data from Python is read as its own code reads it.
         return "data prepared beforehand"
     return "more data.workers, a larger data.prefetch, or data prepared beforehand"
-
-
-def _balance(load_balance: float) -> Iterator[str]:
-    if load_balance > EVEN:
-        yield (
-            f"the busiest device computes {load_balance:.2f} times the mean; look for experts, "
-            "stages or samples of uneven size, or a device that is slower than the others"
-        )

@@ -61,10 +61,7 @@ class CollectiveRun(NamedTuple):
 
 
 def collective_times(found: Sequence[CollectiveRun], runs: int) -> list[CollectiveTime]:
-    """Return the times of collectives by axis, kind and module, the longest first.
-
-    ``runs`` are steps times local devices.
-    """
+    """Return times by axis, kind and module, the longest first; runs are steps × devices."""
     groups: dict[tuple[tuple[str, ...], str, str | None], list[CollectiveRun]] = defaultdict(list)
     for run in found:
         what = run.collective
@@ -92,10 +89,7 @@ def _mean_bytes(sizes: Sequence[float | None], runs: int) -> int | None:
 def split_times(
     trace: Trace, collectives: CollectiveNames, numbers: dict[int, int]
 ) -> tuple[list[DeviceTime], list[CollectiveRun]]:
-    """Divide the time of every device into compute, communication and idle time.
-
-    ``numbers`` are JAX's device ids by the number in the trace; other devices are ignored.
-    """
+    """Divide the time of the numbered devices into compute, communication and idle time."""
     found: list[CollectiveRun] = []
     times: list[DeviceTime] = []
     by_device: dict[int, list[TracedEvent]] = {number: [] for number in numbers}
@@ -178,20 +172,15 @@ class CollectiveNames:
         if _KERNEL.search(kernel):
             return TracedCollective(_kind(kernel, "") or "collective")
         # Without the program only names are left; a fusion may be named after its consumer.
-        kind = (
-            "" if self._by_instruction is not None or "fusion" in name else _kind(name, r"(\w+\.)?")
-        )
+        known = self._by_instruction is not None or "fusion" in name
+        kind = "" if known else _kind(name, r"(\w+\.)?")
         return TracedCollective(kind) if kind else None
 
 
 def _kind(text: str, before: str) -> str:
     look = re.match if before else re.search
-    matches = (
-        kind
-        for kind, pattern in _KINDS.items()
-        if look(f"{before}({pattern})", text, re.IGNORECASE)
-    )
-    return next(matches, "")
+    patterns = {kind: f"{before}({pattern})" for kind, pattern in _KINDS.items()}
+    return next((k for k, pattern in patterns.items() if look(pattern, text, re.IGNORECASE)), "")
 
 
 def _instructions(program: str, mesh: Mapping[str, int]) -> dict[str, TracedCollective]:

@@ -86,7 +86,7 @@ def exact_gaps(expected: Leaves, actual: Leaves, *, nulls: Collection[str] = ())
     Null leaves are compared with the global norm. Integers, such as counters and random keys, must
     be identical: any difference is 1 or more.
     """
-    _check_leaves(expected, actual)
+    assert expected.keys() == actual.keys(), "the leaves differ"
     norm = global_norm({path: v for path, v in expected.items() if _is_float(v)})
     gaps: dict[str, float] = {}
     for path, value in expected.items():
@@ -108,7 +108,7 @@ def rough_gaps(
     With ``exact``, the expected values are rounded too, and it is enough that a leaf is close to
     the exact values: one device may round worse than the mesh.
     """
-    _check_leaves(expected, actual)
+    assert expected.keys() == actual.keys(), "the leaves differ"
     floats = {path: value for path, value in expected.items() if _is_float(value)}
     norm = global_norm(floats)
     elements = sum(value.size for value in floats.values())
@@ -208,7 +208,8 @@ def judge(
     ]
     judged = {path: gap for path, gap in gaps.items() if path not in unjudged}
     first = next((path for path, gap in judged.items() if not gap <= tolerances[path]), None)
-    worst = max(judged or gaps, key=lambda path: _nan_as_inf(gaps[path]) / (tolerances[path] or 1))
+    known = {path: math.inf if math.isnan(gaps[path]) else gaps[path] for path in judged or gaps}
+    worst = max(known, key=lambda path: known[path] / (tolerances[path] or 1))
     named = worst if first is None else first
     return Comparison(
         what=what,
@@ -222,14 +223,6 @@ def judge(
         first_difference=None if first is None else _none_if_not_finite(gaps[first]),
         not_judged=unjudged,
     )
-
-
-def _check_leaves(expected: Leaves, actual: Leaves) -> None:
-    assert expected.keys() == actual.keys(), "the leaves differ"
-
-
-def _nan_as_inf(gap: float) -> float:
-    return math.inf if math.isnan(gap) else gap
 
 
 def _none_if_not_finite(gap: float) -> float | None:

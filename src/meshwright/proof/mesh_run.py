@@ -19,10 +19,7 @@ from meshwright.step.train_step import Metrics
 
 
 class RecordedGradients(NamedTuple):
-    """The state of `recording_gradients`: the gradients of the latest step.
-
-    ``params`` are the parameters it started from; None if they are not recorded.
-    """
+    """State of `recording_gradients`: those of the latest step, and its parameters if recorded."""
 
     gradients: Any
     params: Any = None

@@ -56,10 +56,7 @@ class OptaxUpdate:
         gradients: Leaves,
         loss: Callable[[], Objective] | None = None,
     ) -> tuple[Leaves, Any]:
-        """Return the new parameters and the optimizer's new state.
-
-        ``loss`` returns that of the batch, for optimizers that use it.
-        """
+        """Return new parameters and optimizer state; some optimizers ask for the loss."""
         if not self.looks_at_loss(params, moments, gradients):
             changed, moments = self._update(dict(params), moments, dict(gradients))
         else:

@@ -355,10 +355,7 @@ class _Proof:
         return [initial, *comparisons], left_out
 
     def as_written(self) -> tuple[list[Comparison], list[str]]:
-        """Compare the reference with the loss as its author wrote it, called without tracing.
-
-        Also return what is left out, and why.
-        """
+        """Compare with the loss as its author wrote it; also return what is left out, and why."""
         if self.plain is None:
             return [], [NOT_WRITTEN]
         traced, wide = self.traced_in_float32, self.wide

@@ -181,10 +181,7 @@ HOW_PARAMETERS = (
 
 @dataclass(frozen=True)
 class OwnPrecision:
-    """What the mesh is compared with in its own precision.
-
-    Of the model's initial leaf values, the order and the random keys are used.
-    """
+    """What the mesh is compared with in its own precision."""
 
     narrow: Reference
     wide: Reference
@@ -195,10 +192,7 @@ class OwnPrecision:
     def compare(
         self, steps: Sequence[MeshStep], batches: Sequence[Sequence[Any]]
     ) -> tuple[list[Comparison], list[str]]:
-        """Compare loss, gradients, state and parameters of every step.
-
-        Also return what is left out, and why.
-        """
+        """Compare every step up to its parameters; also return what is left out, and why."""
         compared: list[ComparedStep] = []
         left_out: list[str] = []
         for step, batch in zip(steps, batches, strict=True):

@@ -23,7 +23,7 @@ from meshwright.planner.guidance.plan_rows import (
     summary,
     unit_of_speed,
 )
-from meshwright.planner.search.scaling import ScalingPoint
+from meshwright.planner.search.what_if import ScalingPoint
 from meshwright.runtime.versions import own_version
 from meshwright.text.units import counted, human_bytes, human_count, human_seconds
 

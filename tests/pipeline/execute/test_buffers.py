@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.pipeline.execute.buffers import ABSENT, allocate_slots, count_slots
+from meshwright.pipeline.execute.tick_rows import ABSENT, allocate_slots, count_slots
 from meshwright.pipeline.schedule.schedules import get_schedule
 
 

@@ -13,7 +13,7 @@ from meshwright.cli.main import main
 from meshwright.compiled.memory import MemoryUse
 from meshwright.errors import ExitCode, OutOfMemory
 from meshwright.hardware import detect
-from meshwright.planner.devices.capacity import Capacity, device_capacity, known_hardware
+from meshwright.planner.devices.local_hardware import Capacity, device_capacity, known_hardware
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.fit.fit_check import _warn, check_memory, least_memory, warn_of_compiled
 from meshwright.text.units import human_bytes

@@ -10,9 +10,13 @@ from meshwright.planner.estimate.words import compare_plans, time_parts
 from meshwright.planner.guidance.anti_patterns import find_anti_patterns, linear_scaling
 from meshwright.planner.guidance.why_this_plan import explain_decision, fewer_devices
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
-from meshwright.planner.search.scaling import device_counts, scaling_curve, smallest_cluster
 from meshwright.planner.search.search import search
-from meshwright.planner.search.what_if import what_ifs
+from meshwright.planner.search.what_if import (
+    device_counts,
+    scaling_curve,
+    smallest_cluster,
+    what_ifs,
+)
 from meshwright.text.units import human_seconds
 
 pytestmark = pytest.mark.usefixtures("command_line")

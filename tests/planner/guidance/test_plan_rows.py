@@ -9,7 +9,6 @@ from closed_form import GPT2_MEDIUM, ClosedForm
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
 from meshwright.planner.guidance.budget import Goal, PlanGoal
-from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.plan_report import make_report
 from meshwright.planner.guidance.plan_rows import (
     change_lines,
@@ -22,10 +21,10 @@ from meshwright.planner.guidance.plan_rows import (
     scaling_rows,
 )
 from meshwright.planner.guidance.plan_text import report_text
+from meshwright.planner.guidance.why_this_plan import nothing_fits
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
-from meshwright.planner.search.scaling import scaling_curve
 from meshwright.planner.search.search import search
-from meshwright.planner.search.what_if import what_ifs
+from meshwright.planner.search.what_if import scaling_curve, what_ifs
 from meshwright.report.plan_page import plan_page
 from meshwright.text.columns import as_text
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.pipeline.execute import buffers
+from meshwright.pipeline.execute import tick_rows
 from meshwright.pipeline.execute.tick_rows import TickOp, count_operations
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.planner.workload.stage_parts import count_slots
@@ -23,7 +23,7 @@ def test_messages_of_many_microbatches_are_those_of_the_table(schedule, chunks, 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb_h1", 1)])
 def test_slots_of_many_microbatches_are_those_of_the_table(schedule, chunks, stages):
     microbatches = 6 * stages
-    slots = buffers.count_slots(get_schedule(schedule, chunks).table(microbatches, stages))
+    slots = tick_rows.count_slots(get_schedule(schedule, chunks).table(microbatches, stages))
     counts = count_slots(schedule, chunks, microbatches, stages)
     assert (counts.saved, counts.cuts) == (slots.num_saved, slots.num_cuts)
     assert counts.carried == slots.num_activations + slots.num_gradients

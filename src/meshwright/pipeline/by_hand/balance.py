@@ -18,8 +18,7 @@ from meshwright.pipeline.schedule.timeline_drawing import Timeline
 def balance(costs: Sequence[float], num_stages: int) -> list[range]:
     """Divide layers, in order, into stages so that the most expensive one is as cheap as possible.
 
-    Of several such divisions, the most even one is returned: that with the smallest sum of squares.
-    Costs are FLOPs, bytes or times of the layers.
+    Of several such divisions, the most even one is returned: with the smallest sum of squares.
     """
     count = len(costs)
     if not 1 <= num_stages <= count:
@@ -80,10 +79,7 @@ def timeline_of(schedule: Schedule, shape: Shape, costs: Sequence[int]) -> Timel
 def fewer_stages(
     costs: Sequence[int], flops: Sequence[int], shape: Shape, schedule: Schedule
 ) -> str:
-    """Return a remedy for unequal stages: fewer stages, or a slow layer split.
-
-    Stages are balanced by ``costs``, and as slow as their ``flops``.
-    """
+    """Return a remedy for unequal stages: fewer stages, or a slow layer split."""
     now = _layers_of_stages(costs, shape)
     slowest = max(now, key=lambda layers: sum(flops[n] for n in layers))
     only = f"split layer {slowest[0]}, its only one, into several" if len(slowest) == 1 else ""

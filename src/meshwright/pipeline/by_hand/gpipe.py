@@ -147,28 +147,24 @@ def _run_stage(stage: Callable[[jax.Array], jax.Array], number: int, x: jax.Arra
 
 
 def _check_stages(stages: object) -> None:
-    if isinstance(stages, Sequence) and stages:
-        for number, stage in enumerate(stages):
-            if isinstance(stage, linen.Module) and stage.scope is None:
-                name = type(stage).__name__
-                raise UserError(
-                    f"stage {number} ({name}) is a Linen module without parameters",
-                    why="a Linen module does not hold its parameters",
-                    fix="write stage.bind(variables), or "
-                    f"nnx.bridge.ToNNX({name}(…), rngs=rngs).lazy_init(x)",
-                )
-        return
-    if isinstance(stages, Sequence):
-        problem = "empty"
-    else:
-        problem = (
+    if not isinstance(stages, Sequence) or not stages:
+        single = (
             "one module or function" if callable(stages) else f"of type {type(stages).__name__}"
         )
-    raise UserError(
-        "stages is not a list of stages",
-        why=f"stages is {problem}",
-        fix="write stages=[first, second, …]",
-    )
+        raise UserError(
+            "stages is not a list of stages",
+            why=f"stages is {'empty' if isinstance(stages, Sequence) else single}",
+            fix="write stages=[first, second, …]",
+        )
+    for number, stage in enumerate(stages):
+        if isinstance(stage, linen.Module) and stage.scope is None:
+            name = type(stage).__name__
+            raise UserError(
+                f"stage {number} ({name}) is a Linen module without parameters",
+                why="a Linen module does not hold its parameters",
+                fix="write stage.bind(variables), or "
+                f"nnx.bridge.ToNNX({name}(…), rngs=rngs).lazy_init(x)",
+            )
 
 
 def _check_specs(specs: Sequence[LayerSpec], stage_id: int) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from meshwright.pipeline.by_hand.stage_programs import StageCall, StagePrograms
-from meshwright.pipeline.execute.stage_records import MessageSplit
+from meshwright.pipeline.execute.slots import MessageSplit
 from meshwright.pipeline.schedule.operations import Kind, Op
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import simulate
@@ -20,11 +19,8 @@ Place = tuple[int, int]
 """A microbatch and a virtual stage."""
 
 
-class _ForwardRecord(NamedTuple):
-    """The inputs of a forward pass and the values it saved for the backward pass."""
-
-    call: StageCall
-    saved: list[Array]
+_ForwardRecord = tuple[StageCall, list[Array]]
+"""The inputs of a forward pass and the values it saved for the backward pass."""
 
 
 class BatchRun:
@@ -80,7 +76,7 @@ class BatchRun:
         result = stage.forward(self.params[at], call)
         self.states[at], others = result.further
         # Later only the shapes of the call are needed, but unread arrays cost nothing.
-        self.calls[microbatch, at] = _ForwardRecord(call, result.saved)
+        self.calls[microbatch, at] = call, result.saved
         here = sum(place[1] == at for place in self.calls)
         self.most_kept[at] = max(self.most_kept[at], here)
         if at == self.last:
@@ -96,21 +92,18 @@ class BatchRun:
         stage, params, record = self.stages[at], self.params[at], self.forward_record(op, at)
         gradient = self.gradients.pop((op.microbatch, at))
         if op.kind is Kind.INPUT_GRAD:
-            back, cut = stage.input_gradient(params, record.call, record.saved, gradient)
+            back, cut = stage.input_gradient(params, *record, gradient)
             self.cuts[op.microbatch, at] = cut
         else:
-            self.sums[at], back = stage.backward(
-                self.sums[at], params, record.call, record.saved, gradient
-            )
+            self.sums[at], back = stage.backward(self.sums[at], params, *record, gradient)
         if at > 0:
             self.gradients[op.microbatch, at - 1] = self.stages[at - 1].put(back)
 
     def weight_gradient(self, op: Op, at: int) -> None:
         """Start the weight gradient of an earlier input gradient."""
         record, cut = self.forward_record(op, at), self.cuts.pop((op.microbatch, at))
-        self.sums[at] = self.stages[at].weight_gradient(
-            self.sums[at], self.params[at], record.call, record.saved, cut
-        )
+        sums, params = self.sums[at], self.params[at]
+        self.sums[at] = self.stages[at].weight_gradient(sums, params, *record, cut)
 
     def forward_record(self, op: Op, at: int) -> _ForwardRecord:
         """Return the record of a forward pass, and drop it after its last use."""

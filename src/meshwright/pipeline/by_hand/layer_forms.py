@@ -54,10 +54,7 @@ class TracedPart:
 
 
 def read_part(layer: object, x: PyTree, key: Array) -> Part:
-    """Read a layer: an NNX or Linen module, a function of x, or a pair (function, params).
-
-    Linen modules are initialized for the shapes of ``x``, with ``key``.
-    """
+    """Read a layer in any form; Linen modules are initialized for the shapes of ``x``."""
     if isinstance(layer, nnx.Module):
         return _from_nnx(layer)
     if isinstance(layer, linen.Module):

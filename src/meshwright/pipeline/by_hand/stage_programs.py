@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshwright.errors import UserError, typed_line
 from meshwright.pipeline.by_hand.layer_forms import Part
-from meshwright.pipeline.execute.stage_records import MessageSplit
+from meshwright.pipeline.execute.slots import MessageSplit
 from meshwright.pipeline.execute.stage_vjp import ForwardValues, HeldValues, StageVJP
 from meshwright.trees import PyTree
 from meshwright.weighted import Weighted
@@ -153,10 +153,7 @@ def update_stages(
     params: Sequence[PyTree],
     clip_norm: float | None,
 ) -> tuple[list[PyTree], list[PyTree]]:
-    """Return (parameters, states) after an update.
-
-    The norm of the gradients of all stages together is limited to ``clip_norm``.
-    """
+    """Return (parameters, states) after an update, the gradients of all stages clipped together."""
     factor = _clip_factor(gradients, clip_norm)
     updated: list[tuple[PyTree, PyTree]] = []
     for stage, own, state, before in zip(stages, gradients, states, params, strict=True):

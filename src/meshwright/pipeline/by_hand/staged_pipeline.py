@@ -43,7 +43,7 @@ from meshwright.pipeline.by_hand.stage_programs import (
     form_of_arrays,
     update_stages,
 )
-from meshwright.pipeline.execute.stage_records import MessageSplit
+from meshwright.pipeline.execute.slots import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline_drawing import Timeline
@@ -320,10 +320,8 @@ class Pipeline:
         return "\n".join(lines)
 
     def _stage_flops(self) -> list[int]:
-        costs = [0] * self.num_stages
-        for number, stage in enumerate(self.stages):
-            costs[number % self.num_stages] += stage.flops
-        return costs
+        count = self.num_stages
+        return [sum(each.flops for each in self.stages[n::count]) for n in range(count)]
 
     def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
         """Raise if layers or loss fail on these shapes, which are checked once."""

@@ -56,8 +56,7 @@ class BlockScan:
 class CutLeaf:
     """A step leaf: outside the blocks, or with one row for each block.
 
-    ``result`` is, for a changing one of the blocks, the position of the scan's result that replaces
-    it.
+    ``result`` is the position of the scan's result that replaces a changing one of the blocks.
     """
 
     number: int

@@ -31,10 +31,7 @@ BY_HAND = (
 
 
 def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
-    """Find the list of blocks that holds most of the model, and cut there.
-
-    ``remarks`` say why other lists of blocks could not be rolled.
-    """
+    """Cut at the blocks that hold most of the model; ``remarks`` say why others are not rolled."""
     sizes: dict[int, int] = {}
     for position, eqn in enumerate(traced.closed.jaxpr.eqns):
         if eqn.primitive.name == "scan" and not eqn.params["reverse"]:

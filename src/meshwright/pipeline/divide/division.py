@@ -40,10 +40,7 @@ class Division:
         ]
 
     def rows(self) -> tuple[int, ...]:
-        """Return the blocks in the order of stages and their chunks.
-
-        A virtual stage with fewer blocks than the largest repeats its last one.
-        """
+        """Return the blocks by stage and chunk; shorter virtual stages repeat their last one."""
         return tuple(
             self.starts[virtual] + min(row, self.counts[virtual] - 1)
             for stage in range(self.num_stages)

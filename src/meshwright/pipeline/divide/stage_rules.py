@@ -195,11 +195,8 @@ def _takes_rows(eqn: Equation) -> bool:
 def _within(eqn: Equation, at: Array, size: int) -> Array:
     """Return indices clipped to valid ones; `_filled` handles the others as the mode requires."""
     at = at.astype(jnp.int32) if at.dtype.itemsize < 4 else at
-    return (
-        at
-        if eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        else at.clip(0, size - 1)
-    )
+    promised = eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return at if promised else at.clip(0, size - 1)
 
 
 def _filled(eqn: Equation, values: Array, at: Array, size: int) -> Array:

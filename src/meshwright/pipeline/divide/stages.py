@@ -51,10 +51,7 @@ class Losses(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Microbatch:
-    """The inputs of one microbatch; for several, dim 0 of each array counts microbatches.
-
-    ``state`` are the changing leaves outside the blocks, as they are before this microbatch.
-    """
+    """The inputs of one microbatch, or of several, and the state outside the blocks before each."""
 
     batch: list[Array]
     state: LeafValues
@@ -87,11 +84,7 @@ class BlockOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class StageFunctions:
-    """A model cut into stages, as functions of one microbatch.
-
-    ``embed_reads``, ``blocks_read`` and ``head_reads`` are the outer weights that each reads, by
-    number of the step leaf.
-    """
+    """A model cut into stages, as functions of one microbatch, and the outer weights each reads."""
 
     embed: Callable[[LeafValues, Microbatch], Message]
     blocks: Callable[[BlockInputs], BlockOutputs]
@@ -103,10 +96,7 @@ class StageFunctions:
 
 @dataclass(frozen=True)
 class StageValues:
-    """The leaves of one stage during a batch.
-
-    Those of its blocks are [chunks × blocks, …]; ``outer`` are trained leaves outside the blocks.
-    """
+    """The leaves of one stage during a batch; those of its blocks are [chunks × blocks, …]."""
 
     weights: BlockRow
     fixed: BlockRow
@@ -136,11 +126,9 @@ class StageSums:
 
 @dataclass(frozen=True)
 class StageContext:
-    """The mesh and the layouts of a traced loss inside a pipeline.
+    """The mesh and the layouts of a traced loss inside a pipeline, weights by step leaf.
 
-    ``gathers`` and ``whole`` are the layouts of weights sharded over fsdp and gathered, by number
-    of the step leaf; ``draws`` the random draws of a loss of one device's samples, None for all
-    samples.
+    ``draws`` are the random draws of a loss of one device's samples; None for one of all samples.
     """
 
     mesh: Mesh
@@ -170,10 +158,7 @@ class Stages:
         self.uses = weight_uses(cut.traced, where.gathers, where.whole)
 
     def prepare(self, stacks: Mapping[int, Array], kind: LeafKind) -> BlockRow:
-        """Return the stacks of a kind as blocks read them, given the values of the step leaves.
-
-        Weights are cast and gathered here, unless each block does so itself.
-        """
+        """Return stacks as blocks read them: cast and gathered, unless each block does so."""
         return {
             layered.position: self._prepare(
                 self.uses.get(layered.atom), stacks[layered.stack.number]
@@ -258,7 +243,8 @@ class Stages:
             ]
             if not self.division.even:
                 # All stages wait for the longest, so padding runs too; its results are dropped.
-                chosen = _choose(block < count, [*carry, *collected], before)
+                pairs = zip([*carry, *collected], before, strict=True)
+                chosen = [jnp.where(block < count, new, old) for new, old in pairs]
                 carry, collected = chosen[:num_carry], chosen[num_carry:]
             changed.append({n: results[result] for n, result in replaced.items()})
         return BlockOutputs([*carry, *collected], changed)
@@ -314,7 +300,3 @@ class Stages:
 
 def _weights_of(region: Region) -> tuple[int, ...]:
     return tuple(leaf.number for leaf in region.weights)
-
-
-def _choose(condition: Array | bool, new: list[Array], old: list[Array]) -> list[Array]:
-    return [jnp.where(condition, a, b) for a, b in zip(new, old, strict=True)]

@@ -17,9 +17,11 @@ from meshwright.pipeline.divide.stages import (
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
 from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import (
+    BackwardMessage,
+    BlockWeights,
+    HeadGradient,
     added,
     empty_slots,
     keep,
@@ -27,20 +29,15 @@ from meshwright.pipeline.execute.slots import (
     write_slot,
     zeros_like_shapes,
 )
-from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockWeights, HeadGradient
 from meshwright.pipeline.execute.stage_work import StageWork
-from meshwright.pipeline.execute.tick_rows import TickOp, named, packed
+from meshwright.pipeline.execute.tick_rows import SlotCounts, TickOp, TickRow, named, packed
 from meshwright.pipeline.schedule.operations import Shape
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TickCarry:
-    """The state between ticks; dim 0 of every buffer counts slots.
-
-    Saved values wait for backward passes, cuts for weight gradients; what has just arrived is not
-    in a slot yet.
-    """
+    """The state between ticks: slots of what waits, sums, and what has just arrived."""
 
     inbox: Message
     gradients: BackwardMessage
@@ -64,8 +61,7 @@ class _AfterForward:
 class StageExecutor:
     """Runs the ticks of one stage, inside a `jax.shard_map` over the pipe axis.
 
-    ``scale`` is the factor on the loss before differentiation, for half precision; ``constrain``
-    fixes the sharding of the running sums.
+    ``scale`` is a factor on the loss, for half precision; ``constrain`` fixes the sums' sharding.
     """
 
     def __init__(

@@ -33,10 +33,7 @@ from meshwright.pipeline.schedule.timeline import TickTable
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
-    """Return forward passes alone, tick by tick.
-
-    A message is used in the tick after it was sent, so no slots are needed.
-    """
+    """Return forward passes alone; messages are used in the next tick, so there are no slots."""
     shape = Shape(num_microbatches, num_stages, num_chunks)
     trips = -(-num_microbatches // num_stages) * num_chunks
 

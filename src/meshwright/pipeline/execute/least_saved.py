@@ -86,10 +86,7 @@ def least_saved(
 
 @dataclass(frozen=True)
 class BackwardHalves:
-    """A backward program in two parts: gradients of x, and of weights given the cut between them.
-
-    In ``closed``, the whole program, calls and remat are inlined.
-    """
+    """A backward program, inlined: gradients of x, and of weights given the cut between them."""
 
     closed: ClosedJaxpr
     cotangents: tuple[Var, ...]

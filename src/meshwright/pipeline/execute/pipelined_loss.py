@@ -21,9 +21,8 @@ from meshwright.pipeline.divide.stages import (
     Stages,
     StageSums,
 )
-from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
 from meshwright.pipeline.execute.executor import StageExecutor
-from meshwright.pipeline.execute.tick_rows import table_rows
+from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, table_rows
 from meshwright.pipeline.schedule.operations import Shape
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.program.evaluate.evaluator import Evaluator
@@ -33,10 +32,7 @@ from meshwright.sharding.placement import Placement
 
 @dataclass(frozen=True)
 class PipelineSums:
-    """Summed gradients and losses of a batch.
-
-    Gradients of microbatches are each times its weight (and the loss scale).
-    """
+    """Losses and gradients of a batch, each microbatch's times its weight (and the loss scale)."""
 
     gradients: list[Array]
     losses: Losses

@@ -30,10 +30,9 @@ Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class HeldValues(NamedTuple):
-    """The values that forward and backward both read.
+    """The values that forward and backward both read, with and without gradients.
 
-    Only weights have gradients. ``casts`` are (weights, fixed) in the dtypes in which they are
-    read; None to cast them there.
+    ``casts`` are both in the dtypes in which they are read; None to cast them there.
     """
 
     weights: PyTree

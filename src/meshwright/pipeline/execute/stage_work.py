@@ -21,12 +21,15 @@ from meshwright.pipeline.divide.stages import (
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.slots import add_row, added, times, zeros_like_shapes
-from meshwright.pipeline.execute.stage_records import (
+from meshwright.pipeline.execute.slots import (
     BackwardMessage,
     BlockWeights,
     HeadGradient,
     MessageSplit,
+    add_row,
+    added,
+    times,
+    zeros_like_shapes,
 )
 from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
 from meshwright.pipeline.schedule.operations import Shape
@@ -61,10 +64,7 @@ class StageForward:
 
 
 class StageWork(StageForward):
-    """Forward and backward passes of one stage, each for one microbatch.
-
-    ``scale`` is the factor on the loss before differentiation, for half precision.
-    """
+    """Forward and backward passes of one stage, each for one microbatch."""
 
     def __init__(
         self, functions: StageFunctions, values: StageValues, shape: Shape, scale: Array | None

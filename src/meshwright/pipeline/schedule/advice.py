@@ -33,9 +33,7 @@ def pipeline_warnings(
 ) -> list[str]:
     """Return suggested changes, one sentence each.
 
-    The bubble includes the costs of stages, and is simulated by default. Batch sizes are named if
-    the samples of all microbatches are given, for groups of devices with samples of their own
-    (``replicas``).
+    Without the bubble of these costs, it is simulated; with samples, batch sizes are named.
     """
     equal = schedule.bubble(num_microbatches, num_stages)
     if bubble is None:

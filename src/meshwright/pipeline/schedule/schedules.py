@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from typing import ClassVar
 
 from meshwright.config.argument_checks import check_count, check_kind
@@ -125,27 +126,23 @@ class OneForwardOneBackward(Schedule):
         total = shape.num_microbatches * shape.num_chunks
         first_backward = shape.num_virtual - 1
         last = shape.num_stages - 1
-        ticks: list[list[tuple[Op, ...]]] = []
-        for tick in range(total + first_backward + last):
-            row: list[tuple[Op, ...]] = []
-            for stage in range(shape.num_stages):
-                forward, backward = tick - stage, tick - first_backward - (last - stage)
-                ops = [self._nth(Kind.FORWARD, forward, shape)] if 0 <= forward < total else []
-                if 0 <= backward < total:
-                    ops.append(self._nth(Kind.BACKWARD, backward, shape))
-                row.append(tuple(ops))
-            ticks.append(row)
-        return TickTable(shape, tuple(tuple(row) for row in ticks))
+
+        def ops(tick: int, stage: int) -> tuple[Op, ...]:
+            backward = tick - first_backward - (last - stage)
+            pairs = ((Kind.FORWARD, tick - stage), (Kind.BACKWARD, backward))
+            return tuple(self._nth(kind, n, shape) for kind, n in pairs if 0 <= n < total)
+
+        stages, ticks = range(shape.num_stages), range(total + first_backward + last)
+        return TickTable(shape, tuple(tuple(ops(tick, s) for s in stages) for tick in ticks))
 
     def _alternating(self, shape: Shape, ahead: int) -> list[Op]:
         total = shape.num_microbatches * shape.num_chunks
-        ahead = min(ahead, total)
-        ops = [self._nth(Kind.FORWARD, n, shape) for n in range(ahead)]
-        for n in range(total - ahead):
-            ops.append(self._nth(Kind.FORWARD, ahead + n, shape))
-            ops.append(self._nth(Kind.BACKWARD, n, shape))
-        ops += [self._nth(Kind.BACKWARD, n, shape) for n in range(total - ahead, total)]
-        return ops
+        forward, backward = (
+            [self._nth(kind, n, shape) for n in range(total)]
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+        )
+        alternating = chain(*zip(forward[ahead:], backward, strict=False))
+        return [*forward[:ahead], *alternating, *backward[max(0, total - ahead) :]]
 
     def _nth(self, kind: Kind, number: int, shape: Shape) -> Op:
         """Return a stage's n-th forward or backward; backwards visit the chunks in reverse."""
@@ -157,10 +154,7 @@ class OneForwardOneBackward(Schedule):
 
 @dataclass(frozen=True)
 class Interleaved(OneForwardOneBackward):
-    """One forward, one backward, with several chunks of the model on each stage.
-
-    A microbatch passes all stages once per chunk, so that the pipeline fills faster.
-    """
+    """One forward, one backward, several chunks per stage, so that the pipeline fills faster."""
 
     chunks: int = 2
     name: ClassVar[str] = "interleaved"

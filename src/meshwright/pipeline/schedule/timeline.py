@@ -17,6 +17,7 @@ from meshwright.pipeline.schedule.operations import (
     Times,
 )
 from meshwright.pipeline.schedule.timeline_drawing import Timeline
+from meshwright.text.columns import Columns, as_text
 
 
 def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Timeline:
@@ -83,14 +84,12 @@ class TickTable:
 
     def __str__(self) -> str:
         """Return a table with one line per tick and one column per stage."""
-        names = ["tick", *(f"stage {n}" for n in range(self.shape.num_stages))]
-        lines = [names] + [
+        rows = [
             [str(number), *(" ".join(map(str, ops)) for ops in tick)]
             for number, tick in enumerate(self.ticks)
         ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        rows = (zip(line, widths, strict=True) for line in lines)
-        return "\n".join("  ".join(f"{c:<{w}}" for c, w in row).rstrip() for row in rows)
+        head = ["tick", *(f"stage {n}" for n in range(self.shape.num_stages))]
+        return as_text(Columns(head, rows))
 
     def placed(self) -> Iterator[tuple[int, int, Op]]:
         """Yield (tick, stage, operation) in the order of execution."""

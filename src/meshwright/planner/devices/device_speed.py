@@ -42,10 +42,9 @@ class Timed:
 
 @dataclass(frozen=True)
 class DeviceTimer:
-    """Times programs on some devices, all of which run the same at once.
+    """Times programs on some devices, all of which run the same at once, in so many seconds each.
 
-    One timing should take ``seconds``, besides compiling; after the ``deadline`` of
-    `time.perf_counter`, as short as possible.
+    After the ``deadline`` of `time.perf_counter`, timings are as short as possible.
     """
 
     devices: Sequence[Any]
@@ -53,10 +52,7 @@ class DeviceTimer:
     deadline: float = math.inf
 
     def products(self, dtype: str, launch: float) -> list[Timed]:
-        """Time square products on each device, from small to as large as time allows.
-
-        The seconds to ``launch`` an operation are not counted.
-        """
+        """Time square products, as large as time allows; starting them is not counted."""
         timed: list[Timed] = []
         for size in SIZES.get(self.devices[0].platform, LARGE_SIZES):
             expected = 8 * timed[-1].seconds * self._chain(size) if timed else 0.0
@@ -112,10 +108,7 @@ class DeviceTimer:
         return self._median(self._program(products), spread) / chain
 
     def _chain(self, size: int) -> int:
-        """Return how many products one program runs, each of which needs the one before.
-
-        Many where one takes less time than it takes to call the program.
-        """
+        """Return how many products one program runs: many, if calling it takes longer than one."""
         short = 64 if self.devices[0].platform == "cpu" else 1024
         return max(4, min(64, 64 * short**2 // size**2))
 

@@ -1,4 +1,4 @@
-"""This machine as hardware to plan for: measured once, and kept in the user's cache folder."""
+"""This machine as hardware to plan for: its memory, and what was measured once and kept."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from meshwright.compiled.memory import memory_stats
 from meshwright.errors import UserError
 from meshwright.hardware import (
     MEASURED,
@@ -26,12 +30,76 @@ from meshwright.hardware import (
     roofline_batch_sizes,
 )
 from meshwright.hardware.hardware_file import checked_row, plain_name
-from meshwright.planner.devices.capacity import device_capacity, known_hardware
 from meshwright.planner.devices.device_speed import DeviceTimer, fit_products
 from meshwright.planner.devices.links import inside_links
 from meshwright.runtime.activity import activity
-from meshwright.runtime.host_machine import user_cache
+from meshwright.runtime.host_machine import host_memory, user_cache
 from meshwright.runtime.versions import package_versions
+from meshwright.text.json_text import write_atomically
+from meshwright.text.units import counted, human_bytes
+
+SHARED = "devices of one host share its memory, so that more of them hold no more"
+"""Why more virtual devices are no remedy."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The memory of one device, where the figure comes from, and if more devices only divide it."""
+
+    bytes: int
+    source: str
+    shared: bool = False
+
+    def __str__(self) -> str:
+        return f"{human_bytes(self.bytes)} ({self.source})"
+
+
+def device_capacity(
+    devices: Sequence[Any], host: Callable[[], Mapping[str, int | None]] = host_memory
+) -> Capacity | None:
+    """Return the memory of the smallest device, if known; virtual ones share the host's."""
+    if not devices:
+        return None
+    if all(device.platform == "cpu" for device in devices):
+        return _shared(len(devices), host())
+    limits = [_limit(device) for device in devices]
+    known = [limit for limit in limits if limit is not None]
+    return min(known, key=lambda capacity: capacity.bytes) if len(known) == len(limits) else None
+
+
+def known_hardware(devices: Sequence[Any]) -> Hardware | None:
+    """Return the hardware of these devices from the table; None if it is not known.
+
+    Virtual devices have a part of the memory of the host.
+    """
+    hardware = detect(devices)
+    if hardware is None or hardware.chip.platform != "cpu":
+        return hardware
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    capacity = device_capacity(here)
+    if capacity is None:
+        return hardware
+    return replace(hardware, chip=replace(hardware.chip, hbm_gb=capacity.bytes / 1e9))
+
+
+def _limit(device: Any) -> Capacity | None:
+    if limit := memory_stats(device).get("bytes_limit"):
+        return Capacity(int(limit), f"what JAX may use of a {device.device_kind}")
+    chip = find_chip(device.device_kind)
+    if chip is None:
+        return None
+    return Capacity(int(chip.hbm_gb_per_device * 1e9), f"the memory of a {chip.name}")
+
+
+def _shared(count: int, memory: Mapping[str, int | None]) -> Capacity | None:
+    known = (memory.get("host_total_bytes"), memory.get("container_limit_bytes"))
+    totals = [total for total in known if total]
+    if not totals:
+        return None
+    whole = min(totals)
+    text = f"the {human_bytes(whole)} of this host, shared by {counted(count, 'device')}"
+    return Capacity(whole // count, text, shared=True)
+
 
 FORMAT = 1
 """Changes when the same measurement would give other figures."""
@@ -69,11 +137,8 @@ def measure_local(
 ) -> Hardware:
     """Measure the devices of this process, or return what was measured before.
 
-    Figures are of one device while all are busy: virtual devices share the cores of a host. An
-    earlier measurement is repeated with ``refresh``, and should take ``seconds``.
+    Figures are of one device while all are busy: virtual devices share the cores of a host.
     """
-    import jax
-
     present = list(jax.local_devices() if devices is None else devices)
     kinds = sorted({device.device_kind for device in present})
     if len(kinds) != 1:
@@ -182,7 +247,7 @@ def _usable_bytes(devices: Sequence[Any]) -> float | None:
         capacity = device_capacity(devices)
         # The system and the program itself need some of it.
         return None if capacity is None else _HOST_SHARE * capacity.bytes
-    return (devices[0].memory_stats() or {}).get("bytes_limit")
+    return memory_stats(devices[0]).get("bytes_limit")
 
 
 def _cache_file(kind: str, count: int) -> Path:
@@ -205,13 +270,9 @@ def _kept(file: Path) -> Chip | None:
 
 def _keep(file: Path, chip: Chip) -> None:
     """Save a measurement; where it cannot be saved, it is repeated next time."""
-    part = file.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(asdict(chip), indent=2), encoding="utf-8")
-        part.replace(file)
-    except OSError:
-        return
+        write_atomically(file, json.dumps(asdict(chip), indent=2))
 
 
 def chip_yaml(chip: Chip, name: str) -> str:
@@ -219,10 +280,6 @@ def chip_yaml(chip: Chip, name: str) -> str:
     import yaml
 
     left_out = ("name", "aliases", "device_kinds", "batch_sizes", "source")
-    row = {
-        field.name: getattr(chip, field.name)
-        for field in fields(chip)
-        if field.name not in left_out
-    }
+    row = {key: value for key, value in asdict(chip).items() if key not in left_out}
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
     return yaml.safe_dump({"chips": {name: rounded}}, sort_keys=False)

@@ -78,10 +78,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What the devices of one mesh axis send per step.
-
-    Exposed is the part of the time that computing does not hide.
-    """
+    """What a mesh axis sends per step; exposed is the time that computing does not hide."""
 
     sent_bytes: float
     seconds: float
@@ -90,11 +87,9 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds of one step.
+    """Seconds of one step: kernels, what stages add to them, traffic, and waiting for other stages.
 
-    ``compute`` are kernels of one device, ``staging`` what running the blocks in stages adds to
-    them, ``bubble`` the wait for other stages. FLOPs are those of all devices, without
-    recomputation.
+    FLOPs are those of all devices, without recomputation.
     """
 
     compute: float
@@ -122,10 +117,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan on some hardware, with what it needs.
-
-    The memory is computed when it is asked for: of most plans only the time counts.
-    """
+    """What a plan needs on some hardware; the memory is computed when it is asked for."""
 
     plan: Plan
     hardware: Hardware

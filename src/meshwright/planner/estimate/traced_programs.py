@@ -37,10 +37,7 @@ Blocks = Literal["unroll", "scan"]
 
 
 class TracedPrograms:
-    """The loss of a few samples on one device, in each format and each way to run its blocks.
-
-    Blocks and statistics are found in the program of one ``precision``.
-    """
+    """The loss of a few samples on one device, in each format and each way to run its blocks."""
 
     def __init__(
         self, loss: Loss, leaves: ModelLeaves, samples: Batch, precision: Precision
@@ -176,8 +173,5 @@ def gathers_twice(plan: Plan) -> bool:
 
 
 def least_work(variant: Variant) -> Variant:
-    """Return the variant that does least, with the same remat.
-
-    A mesh only adds to it: weights are gathered, products are sharded, stages wait.
-    """
+    """Return the variant that does least, with the same remat; a mesh only adds to it."""
     return variant._replace(gathers=False, rows=True)

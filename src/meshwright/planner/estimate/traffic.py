@@ -76,10 +76,7 @@ def _weights_together(
 def time_traffic(
     stages: Iterable[Iterable[Needed]], plan: Plan, hardware: Hardware, compute: float
 ) -> dict[str, AxisTraffic]:
-    """Return how long all of it takes, by axis: in the stage that sends most over it.
-
-    A part of it can run behind the seconds of ``compute``.
-    """
+    """Return how long all of it takes, by axis; some of it runs behind ``compute``."""
     links = _links(hardware, tuple(plan.mesh.items()))
     by_stage = [_sums(sent, links, hardware) for sent in stages]
     traffic: dict[str, AxisTraffic] = {}

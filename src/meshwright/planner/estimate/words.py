@@ -10,15 +10,9 @@ from meshwright.planner.estimate.estimate import TIE, Estimate, MemoryEstimate
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 CATEGORIES = (
-    "parameters",
-    "optimizer",
-    "gradients",
-    "batch",
-    "gathered",
-    "activations",
-    "working",
-    "reserved",
-)
+    "parameters", "optimizer", "gradients", "batch", "gathered", "activations", "working",
+    "reserved"
+)  # fmt: skip
 """What memory is used for, in the order of drawings."""
 
 _SENT_OVER = "communication over "
@@ -127,10 +121,7 @@ def within_error(fast: Estimate, slow: Estimate) -> str:
 
 
 def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:
-    """Return why a mesh is slower than the best one whose fastest settings do not fit.
-
-    ``bound`` is the fastest plan of the mesh with any amount of memory.
-    """
+    """Return why a mesh is slower than the best: its fastest plan, ``bound``, does not fit."""
     name, limit = describe_sizes(best.plan.mesh), human_bytes(share * bound.capacity)
     need = (
         f"its fastest settings need {human_bytes(bound.memory.total)} of {limit}, and those "

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from meshwright.compiled.memory import MemoryUse
 from meshwright.errors import OutOfMemory, Setting
 from meshwright.hardware import detect
 from meshwright.plan import Plan
-from meshwright.planner.devices.capacity import SHARED, Capacity, device_capacity
+from meshwright.planner.devices.local_hardware import SHARED, Capacity, device_capacity
 from meshwright.planner.estimate.estimate import MemoryEstimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.fit.remedies import shard_further
@@ -33,17 +32,15 @@ def least_memory(assembled: Assembled) -> MemoryEstimate:
     # Gradients must all be finite before the first parameter changes, or they are added up.
     together = state.halted is not None or assembled.plan.batch.gradient_accumulation_steps > 1
     placed = zip(layout.step_leaves, assembled.decision.gradients, strict=True)
-    gradients = [
-        jax.ShapeDtypeStruct(
-            leaf.leaf.shape, leaf.leaf.dtype, sharding=NamedSharding(assembled.mesh, place.spec)
-        )
-        for leaf, place in placed
-        if leaf.leaf.role == "param"
-    ]
+    gradients = sum(
+        step.leaf.nbytes // place.shards(assembled.mesh.shape)
+        for step, place in placed
+        if step.leaf.role == "param"
+    )
     return MemoryEstimate(
         parameters=bytes_on_device([state.params, state.model_state]),
         optimizer=bytes_on_device(state.optimizer),
-        gradients=bytes_on_device(gradients) if together else 0,
+        gradients=gradients if together else 0,
         batch=bytes_on_device(batch_shapes(assembled)),
     )
 
@@ -94,7 +91,12 @@ def check_memory(
         return []
     least = least_memory(assembled)
     if least.total > capacity.bytes:
-        raise _too_large(assembled, least, capacity)
+        raise OutOfMemory(
+            f"the plan does not fit: a step needs at least {human_bytes(least.total)} per device, "
+            f"and each has {human_bytes(capacity.bytes)}",
+            why=f"{list_memory(least)}, before anything is computed; a device has {capacity}",
+            fix=next(_changes(assembled, least, capacity), _what_holds_it(capacity)),
+        )
     on_cpu = assembled.mesh.devices.flat[0].platform == "cpu"
     small = least.total < PREDICTED_FROM * capacity.bytes
     if make_estimator is None or on_cpu or small:
@@ -108,15 +110,6 @@ def warn_of_compiled(assembled: Assembled, memory: MemoryUse | None) -> list[str
     if memory is None or capacity is None:
         return []
     return _exceeding("the compiled step needs", memory.total, capacity)
-
-
-def _too_large(assembled: Assembled, least: MemoryEstimate, capacity: Capacity) -> OutOfMemory:
-    return OutOfMemory(
-        f"the plan does not fit: a step needs at least {human_bytes(least.total)} per device, "
-        f"and each has {human_bytes(capacity.bytes)}",
-        why=f"{list_memory(least)}, before anything is computed; a device has {capacity}",
-        fix=next(_changes(assembled, least, capacity), _what_holds_it(capacity)),
-    )
 
 
 def _what_holds_it(capacity: Capacity) -> str:

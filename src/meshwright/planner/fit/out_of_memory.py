@@ -37,10 +37,7 @@ class KnownProgram:
 
 
 class MemoryAdvice:
-    """Explains why a step does not fit into memory.
-
-    If the run is ``resumable``, only changes it could resume with are suggested.
-    """
+    """Explains why a step does not fit, with remedies that a resumable run could resume with."""
 
     def __init__(
         self,
@@ -55,10 +52,7 @@ class MemoryAdvice:
     def during(
         self, doing: Callable[[], str], program: KnownProgram | None = None, *, trains: bool = True
     ) -> AbstractContextManager[None]:
-        """Turn JAX's exception about memory into a message with numbers and remedies.
-
-        ``doing`` returns what was being done; ``trains`` says whether gradients are computed.
-        """
+        """Turn JAX's exception about memory into a message with numbers and remedies."""
         return explaining_shortage(
             lambda shortage: self._explain(shortage, doing(), program, trains=trains)
         )
@@ -104,17 +98,14 @@ class MemoryAdvice:
                 f"of optimizer state + {human_bytes(least.batch)} of batch + "
                 f"{human_bytes(memory.temp)} temporary"
             )
-        yield from self._predicted()
+        if self._predicts is not None:
+            hardware, estimator = self._predicts
+            predicted = estimator.estimate(self._assembled.plan, hardware).memory.total
+            yield f"the planner predicts {human_bytes(predicted)} per device"
         text = None if program is None else program.text()
         if text:
             yield "its largest temporary values:"
             yield from (f"  {buffer}" for buffer in largest_buffers(text))
-
-    def _predicted(self) -> Iterator[str]:
-        if self._predicts is not None:
-            hardware, estimator = self._predicts
-            memory = estimator.estimate(self._assembled.plan, hardware).memory
-            yield f"the planner predicts {human_bytes(memory.total)} per device"
 
     @cached_property
     def _predicts(self) -> tuple[Hardware, Estimator] | None:

@@ -119,22 +119,18 @@ def _fewer_samples(plan: Plan) -> Iterator[Remedy]:
 
 
 def _sharding(plan: Plan, has_blocks: bool, rolls_blocks: bool) -> Iterator[Remedy]:
-    now = plan.sharding
-    changes: list[dict[str, Any]] = []
-    if has_blocks and now.remat == "none":
-        changes.append({"remat": "dots"})
-    if has_blocks and now.remat in ("none", "dots"):
-        changes.append({"remat": "full"})
-    if rolls_blocks and now.blocks == "unroll" and plan.size("pipe") == 1:
-        changes.append({"blocks": "scan"})
-    if plan.size("fsdp") > 1 and now.zero < 3:
-        changes.append({"zero": 3})
-    if plan.size("fsdp") > 1 and now.keep_gathered:
-        changes.append({"keep_gathered": False})
-    for change in changes:
-        sharding = ShardingConfig(**{**now.model_dump(), **change})
-        ((name, value),) = change.items()
-        yield Remedy(_changed(plan, sharding=sharding), str(Setting(f"sharding.{name}", value)))
+    now, gathers = plan.sharding, plan.size("fsdp") > 1
+    rolls_blocks = rolls_blocks and now.blocks == "unroll" and plan.size("pipe") == 1
+    for name, value, applies in (
+        ("remat", "dots", has_blocks and now.remat == "none"),
+        ("remat", "full", has_blocks and now.remat in ("none", "dots")),
+        ("blocks", "scan", rolls_blocks),
+        ("zero", 3, gathers and now.zero < 3),
+        ("keep_gathered", False, gathers and now.keep_gathered),
+    ):
+        if applies:
+            sharding = ShardingConfig(**{**now.model_dump(), name: value})
+            yield Remedy(_changed(plan, sharding=sharding), str(Setting(f"sharding.{name}", value)))
 
 
 def _sharded_state(plan: Plan) -> Iterator[Remedy]:

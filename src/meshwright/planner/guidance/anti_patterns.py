@@ -15,7 +15,7 @@ from meshwright.plan import TINY_SHARD, Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
-from meshwright.planner.search.scaling import ScalingPoint, enough_devices
+from meshwright.planner.search.what_if import ScalingPoint, enough_devices
 from meshwright.step.loss_warnings import no_mean_text
 from meshwright.text.units import counted, human_bytes, human_seconds
 
@@ -207,10 +207,7 @@ def _over_sharded(estimator: Estimator, estimate: Estimate) -> str:
 
 
 def linear_scaling(points: Sequence[ScalingPoint]) -> AntiPattern | None:
-    """Return how far all devices are from linear scaling.
-
-    None if they are close, or if fewer are as fast, which the decision says.
-    """
+    """Return how far all devices are from linear scaling; None if close, or fewer are as fast."""
     known = [point for point in points if point.estimate is not None]
     if len(known) < 2 or known[-1].efficiency > 0.95 or enough_devices(points):
         return None

@@ -67,20 +67,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class PlanGoal:
-    """How much is to be trained, and at which price.
-
-    A goal in epochs needs the samples of the data; without a price, the money is left out.
-    """
+    """How much is to be trained, and at which price; a goal in epochs needs ``num_samples``."""
 
     goal: Goal
     num_samples: int | None = None
     usd_per_device_hour: float | None = None
 
     def samples(self, samples_per_step: int, tokens_per_sample: int) -> float:
-        """Return how many samples the goal is; one that cannot be counted in them is an error.
-
-        ``tokens_per_sample`` is 1 for data other than tokens.
-        """
+        """Return how many samples the goal is; one that cannot be counted is an error."""
         goal = self.goal
         samples = {
             "steps": goal.amount * samples_per_step,

@@ -20,17 +20,16 @@ from meshwright.planner.guidance.anti_patterns import (
     linear_scaling,
 )
 from meshwright.planner.guidance.budget import Budget, PlanGoal
-from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import (
     alone,
     explain_decision,
     fewer_devices,
+    nothing_fits,
     reason_for,
 )
 from meshwright.planner.search.candidates import PlanTask, all_sizes
-from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.planner.search.what_if import WhatIf, what_ifs
+from meshwright.planner.search.what_if import ScalingPoint, WhatIf, scaling_curve, what_ifs
 from meshwright.text.units import human_bytes, human_seconds
 
 AUTO = "auto"
@@ -74,10 +73,7 @@ class PlanReport:
         return [*filter(None, [self.fewer]), *self.decision]
 
     def to_yaml(self, settings: Sequence[str] = ()) -> str:
-        """Return the recommended plan as a file that the setting `plan` reads.
-
-        ``settings`` describe the model and its data, as they are typed.
-        """
+        """Return the plan as a file that the setting `plan` reads, with the model's settings."""
         best = self.best
         head = (
             f"# {self.name} on {best.hardware}: {human_seconds(best.time.step)} per step and "
@@ -162,10 +158,7 @@ def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: Pla
 
 
 def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> tuple[Plan, str]:
-    """Return the best plan, and a line that says what was chosen and why.
-
-    ``setting`` is what the user wrote to ask for it.
-    """
+    """Return the best plan, and a line that says what was chosen and why."""
     result = search(estimator, task, top=3)
     if not result.plans:
         raise nothing_fits(estimator, result)

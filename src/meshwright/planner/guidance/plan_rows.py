@@ -9,8 +9,7 @@ from meshwright.mesh.axes import describe_sizes
 from meshwright.planner.estimate.estimate import MARGIN_WORDS, Estimate, MemoryEstimate
 from meshwright.planner.estimate.words import memory_parts, settings_of, time_parts
 from meshwright.planner.guidance.plan_report import PlanReport
-from meshwright.planner.search.scaling import ScalingPoint
-from meshwright.planner.search.what_if import WhatIf
+from meshwright.planner.search.what_if import ScalingPoint, WhatIf
 from meshwright.text.units import counted, human_bytes, human_count, human_seconds
 
 

@@ -186,10 +186,7 @@ def percent(error: float | None) -> str:
 
 
 def sending_seconds(ledger: Ledger, hardware: Hardware) -> dict[str, float]:
-    """Return how long what a program sends takes by itself, by axis.
-
-    A collective over several axes counts for the slowest of them.
-    """
+    """Return how long what a program sends takes by itself, by the slowest axis of collectives."""
     links = axis_links(hardware, ledger.mesh)
     seconds = dict.fromkeys(links, 0.0)
     for line in ledger.lines:

@@ -29,10 +29,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class FixedSettings:
-    """What the user has set, which a search does not change; None leaves it to the search.
-
-    ``mesh`` has the sizes of some axes.
-    """
+    """What the user has set, such as sizes of some axes; None leaves it to the search."""
 
     mesh: Sizes = field(default_factory=lambda: MappingProxyType(dict[str, int]()))
     remat: Remat | None = None
@@ -70,10 +67,7 @@ class PlanTask:
 
 @dataclass(frozen=True)
 class Variant:
-    """The settings of a plan besides its mesh and microbatch size.
-
-    With ``sync_once``, gradients are reduced once per step, not after each microbatch.
-    """
+    """The settings of a plan besides its mesh and microbatch; gradients may be reduced once."""
 
     remat: Remat = "none"
     blocks: Literal["scan", "unroll"] = "unroll"
@@ -184,10 +178,7 @@ def config_task(
     *,
     memory_share: float = MEMORY_SHARE,
 ) -> tuple[PlanTask, list[str]]:
-    """Return what to plan for a config, and remarks about what was assumed.
-
-    The values of ``decided`` keys are not to be changed.
-    """
+    """Return what to plan for a config, keeping the ``decided`` keys, and what was assumed."""
     fixed = _fixed(config, decided, hardware.count)
     batch, remarks = _global_batch(config, fixed, hardware.count)
     task = PlanTask(

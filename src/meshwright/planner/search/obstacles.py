@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,46 +56,41 @@ class Rejection:
 
 def find_obstacle(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
     """Return why a mesh cannot be used; None if it can."""
-    checks = (
-        _blocks(estimator, task, sizes),
-        _division(estimator, task, sizes),
-        _topology(task, sizes),
-        _batch(task, sizes, estimator.num_blocks),
-    )
-    return next(filter(None, checks), None) or _undivided(estimator, task, sizes)
+    for check, kind in _CHECKS.items():
+        if reason := check(estimator, task, sizes):
+            return Rejection(shown_sizes(sizes), kind, reason)
+    return None
 
 
-def _blocks(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
+def _blocks(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
     stages, blocks, fixed = sizes["pipe"], estimator.num_blocks, task.fixed
     chunks = fixed.num_chunks or 2 if fixed.schedule == "interleaved" else 1
     if stages == 1 or stages * chunks <= blocks:
-        return None
+        return ""
     has = f"the model has {blocks}" if blocks else "the model has no repeated blocks"
     needs = "a block for each stage"
     if chunks > 1:
         needs = f"{stages * chunks} blocks for {chunks} chunks a stage"
-    return _rejected(sizes, "blocks", f"pipe={stages} needs {needs}, and {has}")
+    return f"pipe={stages} needs {needs}, and {has}"
 
 
-def _division(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
+def _division(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
     size, possible = sizes["tensor"], estimator.tensor_sizes
     if size == 1 or size in possible:
-        return None
+        return ""
     working = [each for each in sorted(possible) if each > 1 and task.hardware.count % each == 0]
     would = ", ".join(map(str, working)) or "no other size"
-    reason = f"tensor={size} does not divide the model's heads and features; {would} would"
-    return _rejected(sizes, "division", reason)
+    return f"tensor={size} does not divide the model's heads and features; {would} would"
 
 
-def _topology(task: PlanTask, sizes: Sizes) -> Rejection | None:
+def _topology(_: Estimator, task: PlanTask, sizes: Sizes) -> str:
     hardware, size = task.hardware, sizes["tensor"]
     if "tensor" in task.fixed.mesh or not crosses_nodes(hardware, size):
-        return None
-    reason = (
+        return ""
+    return (
         f"tensor={size} crosses nodes of {counted(hardware.devices_per_node, 'device')}: each "
         f"layer would wait for {speeds(hardware)}"
     )
-    return _rejected(sizes, "topology", reason)
 
 
 def crosses_nodes(hardware: Hardware, size: int) -> bool:
@@ -112,34 +107,41 @@ def speeds(hardware: Hardware) -> str:
     return f"the network's {chip.inter_node_gb_per_s:g} GB/s, against {within}"
 
 
-def _batch(task: PlanTask, sizes: Sizes, num_blocks: int) -> Rejection | None:
+def _batch(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
     replicas, batch = sizes["data"] * sizes["fsdp"], task.global_batch_size
     copies = f"data={sizes['data']} × fsdp={sizes['fsdp']} = {counted(replicas, 'replica')}"
     if batch < replicas:
-        reason = f"a global batch of {counted(batch, 'sample')} is smaller than {copies}"
-        return _rejected(sizes, "batch", reason)
+        return f"a global batch of {counted(batch, 'sample')} is smaller than {copies}"
     if batch % replicas:
-        reason = f"a global batch of {batch} samples cannot be divided over {copies}"
-        return _rejected(sizes, "batch", reason)
-    variant = first_variants(task, sizes, num_blocks)[0]
+        return f"a global batch of {batch} samples cannot be divided over {copies}"
+    variant = first_variants(task, sizes, estimator.num_blocks)[0]
     if micro_batch_sizes(task, sizes, variant):
-        return None
+        return ""
     own = batch // replicas
-    reason = f"the {own} samples of each replica do not allow {_asked(task, variant)}"
-    return _rejected(sizes, "batch", reason + _dividing(task, own))
+    asked = _asked(task, variant)
+    return f"the {own} samples of each replica do not allow {asked}{_dividing(task, own)}"
 
 
-def _undivided(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
+def _undivided(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
     """Refuse an fsdp axis that divides no dim: it would cost what it saves nothing for."""
     size = sizes["fsdp"]
     if size == 1 or "fsdp" in task.fixed.mesh:
-        return None
+        return ""
     variant = first_variants(task, sizes, estimator.num_blocks)[0]
     plan = make_candidate(task, sizes, variant, micro_batch_sizes(task, sizes, variant)[-1])
     if estimator.sharded_share(plan, "fsdp") > LEAST_SHARDED:
-        return None
-    reason = f"fsdp={size} shards nothing: it does not divide the dims of the parameters"
-    return _rejected(sizes, "division", reason)
+        return ""
+    return f"fsdp={size} shards nothing: it does not divide the dims of the parameters"
+
+
+_CHECKS: dict[Callable[[Estimator, PlanTask, Sizes], str], Kind] = {
+    _blocks: "blocks",
+    _division: "division",
+    _topology: "topology",
+    _batch: "batch",
+    _undivided: "division",
+}
+"""What returns why a mesh cannot be used, empty if it can, in the order in which they are asked."""
 
 
 def _dividing(task: PlanTask, own: int) -> str:
@@ -162,10 +164,6 @@ def _asked(task: PlanTask, variant: Variant) -> str:
     }
     given = [str(Setting(key, value)) for key, value in settings.items() if value is not None]
     return " with ".join(given)
-
-
-def _rejected(sizes: Sizes, kind: Kind, reason: str) -> Rejection:
-    return Rejection(shown_sizes(sizes), kind, reason)
 
 
 def check_fixed_mesh(task: PlanTask) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from meshwright.config.schema import Remat
 from meshwright.mesh.axes import MODEL_AXES
@@ -112,28 +112,19 @@ class _Search:
         bounds = [(self._bound(sizes), sizes) for sizes in usable]
         found, slower = self._ranked(bounds)
         plans = rank([self._unrolled(each) for each in found])
-        rejected = partial(self._rejected, obstacles, bounds, found, plans, slower)
-        return SearchResult(task, plans[: self.top], rejected)
 
-    def _rejected(
-        self,
-        obstacles: list[Rejection],
-        bounds: _Bounds,
-        found: list[Estimate],
-        plans: list[Estimate],
-        slower: list[tuple[Estimate, bool]],
-    ) -> list[Rejection]:
-        """Return why meshes are not ranked: they cannot be used, do not fit, or are slower."""
-        large = {
-            id(bound): self._least(sizes) for bound, sizes in bounds if self._large(bound, sizes)
-        }
-        rejected = [*obstacles, *map(self._too_large, large.values())]
-        others = [(each, bound) for each, bound in slower if id(each) not in large]
-        if not plans:
-            return rejected + [self._too_large(each) for each, _ in others]
-        alike = [(each, False) for each in plans[self.top :]]
-        alike += [(self._as_unrolled(each, found, plans), bound) for each, bound in others]
-        return rejected + [_slower(each, self.task, plans[0], at_least=b) for each, b in alike]
+        def why_rejected() -> list[Rejection]:
+            """Return why meshes are not ranked: they cannot be used, do not fit, or are slower."""
+            large = {id(bound): self._least(at) for bound, at in bounds if self._large(bound, at)}
+            rejected = [*obstacles, *map(self._too_large, large.values())]
+            others = [(each, bound) for each, bound in slower if id(each) not in large]
+            if not plans:
+                return rejected + [self._too_large(each) for each, _ in others]
+            alike = [(each, False) for each in plans[self.top :]]
+            alike += [(self._as_unrolled(each, found, plans), bound) for each, bound in others]
+            return rejected + [_slower(each, task, plans[0], at_least=b) for each, b in alike]
+
+        return SearchResult(task, plans[: self.top], why_rejected)
 
     def _too_large(self, estimate: Estimate) -> Rejection:
         reason = too_large(estimate, self.task.memory_share)

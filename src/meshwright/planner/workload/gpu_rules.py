@@ -21,19 +21,14 @@ _GPUS = ("gpu",)
 class KernelTimes(NamedTuple):
     """Constants of the time of kernels.
 
-    Attributes:
-        attention: share of a chip's attainable product rate that attention reaches.
-        attention_gradient: the same for its backward pass.
-        product: rate of a product's arithmetic, relative to a large product with its memory
-            traffic.
-        exposed_traffic: the part of a product's memory traffic that its arithmetic does not hide.
-        read_once: the part of what other kernels read and write that is left when compilers join
-            those that read the same arrays.
-        row_sum: time of kernels that add up rows, such as those of a bias, relative to their memory
-            traffic: few of a GPU's processors work on a sum, and they add it in two steps.
-        convolution: rate of convolutions, relative to that of products.
-        iteration: seconds of one iteration of a loop besides its kernels, on GPUs: the host asks
-            whether the loop continues, and nothing overlaps.
+    Attention and its gradient reach a share of a chip's attainable product rate. Arithmetic of
+    products runs at ``product`` times the rate of a large product with its memory traffic, of which
+    ``exposed_traffic`` is not hidden. Where compilers join kernels that read the same arrays,
+    ``read_once`` of the traffic of others is left. Kernels that add up rows, such as those of a
+    bias, take ``row_sum`` times their traffic: few of a GPU's processors work on a sum, and they
+    add it in two steps. Convolutions reach ``convolution`` times the rate of products. An iteration
+    of a loop takes seconds besides its kernels on GPUs: the host asks whether it continues, and
+    nothing overlaps.
     """
 
     attention: float

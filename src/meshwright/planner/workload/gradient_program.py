@@ -11,11 +11,10 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.config.schema import KernelChoice, ShardingConfig
-from meshwright.planner.workload.array_operations import Operations, list_operations
+from meshwright.planner.workload.array_operations import Operations, list_operations, unroll
 from meshwright.planner.workload.in_memory import Timeline, find_lifetimes
 from meshwright.planner.workload.kernel_schedule import schedule
 from meshwright.planner.workload.stage_parts import BlockParts, find_blocks
-from meshwright.planner.workload.unrolled import unroll
 from meshwright.planner.workload.work_table import WorkTable
 from meshwright.program.dims.classes import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
@@ -61,10 +60,7 @@ class LossParts(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedGradients:
-    """A loss and its gradients for a few samples, as operations.
-
-    The first results are gradients of the step leaves with the numbers ``trained``.
-    """
+    """A loss and its gradients as operations; the first results are those of ``trained`` leaves."""
 
     operations: Operations
     classes: DimClasses
@@ -74,10 +70,7 @@ class TracedGradients:
 
 @dataclass(frozen=True)
 class GradientProgram:
-    """A loss and its gradients for a few samples, as kernels.
-
-    ``timeline`` says how long arrays are in memory; ``blocks`` is None if they are not rolled.
-    """
+    """A loss and its gradients for a few samples, as kernels; blocks are None if not rolled."""
 
     work: WorkTable
     timeline: Timeline
@@ -129,8 +122,7 @@ def schedule_gradients(
     operations = traced.operations
     outputs = [[] if array is None else [array] for array in operations.outputs]
     if unrolled:
-        made = unroll(operations)
-        operations, outputs = made.program, made.outputs
+        operations, outputs = unroll(operations)
     for number, arrays in zip(traced.trained, outputs, strict=False):
         for array in arrays:
             array.gradient = number

@@ -6,6 +6,7 @@ import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -63,7 +64,8 @@ def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
 
 def _unreduced(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
     """Return how long gradients are whole: until the next one is (rule `WHOLE_GRADIENTS`)."""
-    made = sorted((each for each in lifetimes if each.array.gradient is not None), key=_start)
+    made = [each for each in lifetimes if each.array.gradient is not None]
+    made.sort(key=attrgetter("start"))
     if not made:  # All of them are of loops, such as those of adapters in blocks.
         return []
     following = [*(each.start for each in made[1:]), max(each.end for each in made)]
@@ -71,10 +73,6 @@ def _unreduced(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
         replace(each, copied=True, end=max(each.start, after))
         for each, after in zip(made, following, strict=True)
     ]
-
-
-def _start(each: Lifetime) -> int:
-    return each.start
 
 
 def _walk(
@@ -214,10 +212,7 @@ def _top(order: np.ndarray, nbytes: np.ndarray, start: np.ndarray, end: np.ndarr
 def _smallest_gap(
     placed: Sequence[tuple[float, float, int, int]], size: float, first: int, last: int
 ) -> float:
-    """Return where an array fits best between those that live at the same time.
-
-    ``placed`` says where others begin and end in memory, in this order, and in time.
-    """
+    """Return where an array fits best between those placed that live at the same time."""
     best, room, reached = -1.0, math.inf, 0.0
     for begin, end, written, read in placed:
         if written > last or read < first:

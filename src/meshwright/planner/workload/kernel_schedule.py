@@ -16,14 +16,9 @@ from meshwright.planner.workload.gpu_rules import FILLED_DIMS, PRODUCTS_STAY
 from meshwright.program.jaxpr.equations import scan_counts
 
 _FUSED = CHEAP | {
-    "dynamic_slice",
-    "random_bits",
-    "random_fold_in",
-    "random_seed",
-    "random_unwrap",
-    "random_wrap",
-    "threefry2x32",
-}
+    "dynamic_slice", "random_bits", "random_fold_in", "random_seed", "random_unwrap", "random_wrap",
+    "threefry2x32"
+}  # fmt: skip
 
 _SLICES = frozenset({"dynamic_slice", "slice", "split"})
 """Operations that read a part of their operand."""

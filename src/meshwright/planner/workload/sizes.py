@@ -92,10 +92,7 @@ class DeviceSizes:
 
 
 class SizeTable:
-    """Arrays grouped by what decides which part of them a device has.
-
-    Those ``copied`` are copies of inputs, and not the arrays themselves.
-    """
+    """Arrays, or copies of inputs, grouped by what decides which part of them a device has."""
 
     def __init__(self, arrays: Sequence[Array], copied: Sequence[bool] | None = None) -> None:
         self._whole = np.array([array.nbytes for array in arrays], float)

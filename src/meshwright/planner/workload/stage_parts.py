@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshwright.pipeline.execute import buffers
+from meshwright.pipeline.execute import tick_rows
 from meshwright.pipeline.execute.least_saved import least_saved
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.planner.workload.array_operations import Array
@@ -98,7 +98,7 @@ def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) 
 
 @lru_cache(maxsize=4096)
 def _count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
-    needed = buffers.count_slots(get_schedule(schedule, num_chunks).table(microbatches, stages))
+    needed = tick_rows.count_slots(get_schedule(schedule, num_chunks).table(microbatches, stages))
     carried = needed.num_activations + needed.num_gradients
     sent = needed.activation_ticks, needed.gradient_ticks
     # The first of two stages only sends activations, and the other one gradients.

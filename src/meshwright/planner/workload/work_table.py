@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -84,12 +84,8 @@ class WorkTable:
 def _joined(works: Sequence[Works]) -> Works:
     if len(works) == 1:
         return works[0]
-    return Works(
-        np.concatenate([each.kind for each in works]),
-        np.concatenate([each.flops for each in works]),
-        np.concatenate([each.nbytes for each in works]),
-        np.concatenate([each.times for each in works]),
-    )
+    columns = (field.name for field in fields(Works))
+    return Works(*(np.concatenate([getattr(each, name) for each in works]) for name in columns))
 
 
 class _Move(NamedTuple):
