@@ -251,16 +251,11 @@ def _exchange(what: str, sent: str, timeout_seconds: float, *, everyone: bool = 
         _calls.failed += 1
         raise _explain_timeout(client, prefix, what, timeout_seconds, error) from error
     if me == 0:
-        _delete_old_texts(client, number)
+        for old in range(_calls.deleted, number):
+            client.key_value_delete(f"meshwright/{old}")
+        _calls.deleted = number
     texts = _texts(client, prefix) if everyone else {0: client.key_value_try_get(f"{prefix}/0")}
     return [_check_call(process, texts[process], what) for process in sorted(texts)]
-
-
-def _delete_old_texts(client: Any, number: int) -> None:
-    """Delete the texts of the calls before this one."""
-    for old in range(_calls.deleted, number):
-        client.key_value_delete(f"meshwright/{old}")
-    _calls.deleted = number
 
 
 def _texts(client: Any, prefix: str) -> dict[int, str]:
