@@ -13,7 +13,7 @@ import jax
 from meshwright.checkpoint.store import StateNotFinite
 from meshwright.profile import NoProfiling
 from meshwright.runtime.heartbeat import Doing, Heartbeat, own_heartbeat
-from meshwright.runtime.hooks import run_log_hooks
+from meshwright.runtime.hooks import log_hooks
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import HALTED
 from meshwright.trainer.batch_loader import BatchFeed
@@ -211,7 +211,8 @@ class Loop:
         # Completions may all have the same reward.
         if step == 1 and values["grad_norm"] == 0 and not values.get("zero_variance"):
             self.log.tracker.event("warning", step, NO_GRADIENT, {})
-        run_log_hooks(step)
+        for hook in log_hooks:
+            hook(step)
         self.callbacks.call("on_log", step, values)
 
     def _evaluate_and_save(self, state: TrainState, progress: Progress) -> bool:
