@@ -20,12 +20,9 @@ KEY = "plan"
 
 _PLANNED = ("mesh", "sharding", "pipeline", "precision", "kernels", KEY)
 _PLANNED_OF_TRAINING = (
-    "global_batch_size",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "sync_gradients_every",
-    "mixed_precision",
-)
+    "global_batch_size", "micro_batch_size", "gradient_accumulation_steps",
+    "sync_gradients_every", "mixed_precision",
+)  # fmt: skip
 """Settings that a plan replaces: whole sections, and some of `training`."""
 
 _COMPUTE, _MIXED = "precision.compute", "training.mixed_precision"
