@@ -53,16 +53,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how long processes wait for each other.
+    """Where and how long processes, or machines before they start processes, wait for each other.
 
-    Attributes:
-        address: where process 0 listens, as the others reach it.
-        seconds: how long to wait.
-        interface: the address that process 0 listens on.
-        notify: called with a line when waiting takes long.
-        noun: what meets: processes, or the launchers of machines before they start processes.
-        least: how many are enough once the time is over; None if all are needed.
-        expected: those that are waited for; None for all.
+    The others reach process 0 at the address; it listens on the interface. ``least`` are enough
+    once the time is over, and ``expected`` are waited for; by default all. ``notify`` is called
+    with a line when waiting takes long.
     """
 
     address: Address

@@ -48,14 +48,9 @@ NO_GRADIENT = (
 class Loop:
     """The training loop and its parts; a part that is switched off is a null object.
 
-    Attributes:
-        evaluator: evaluates states on held-out data; None for no evaluation.
-        eval_every: steps between two evaluations; None for a single one at the end.
-        sample: returns a text that the model generates; None if it generates none.
-        sample_every: steps between two such texts; None for none during training.
-        evaluate_ahead: whether to compile the evaluation during the first step.
-        context: what callbacks read of the run, and ask for.
-        shares: where the time of a step goes, once it has been profiled, until it is logged.
+    Without ``eval_every``, there is a single evaluation at the end, and without ``sample_every`` no
+    text during training. ``shares`` are where the time of a step goes, once it has been profiled,
+    until it is logged.
     """
 
     step: StepFunction

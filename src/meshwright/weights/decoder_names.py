@@ -79,16 +79,9 @@ def decoder_family(
 ) -> Family:
     """Return a family of decoders: what they share, completed by what is its own.
 
-    Args:
-        rows: its further rows, which replace shared ones of the same path.
-        defaults: the values of shared keys that config.json may leave out; None may be null, too.
-        keys: its further keys.
-        arguments: from config.json to its further arguments.
-        config: from the arguments of the model to its further values of config.json.
-        pad_token: the default of ``pad_token_id``.
-        spellings: its further spellings of names.
-        unpublished: arguments that config.json has no key for, and values that they may have.
-        own: other fields of `Family`.
+    Its rows replace shared ones of the same path. ``defaults`` are values of shared keys that
+    config.json may leave out; None may be null, too. ``unpublished`` are arguments that config.json
+    has no key for, and values that they may have. ``own`` are other fields of `Family`.
     """
 
     def whole_config(model: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
