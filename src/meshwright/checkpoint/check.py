@@ -20,15 +20,10 @@ Verdict = Literal["sound", "no checksums", "damaged", "set aside"]
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of checking a checkpoint.
+    """The result of checking a checkpoint, of which so many arrays and bytes were read.
 
-    Attributes:
-        step: the step of the checkpoint.
-        arrays: number of arrays that were read.
-        bytes: their size.
-        verdict: sound; no checksums (readable, with nothing to compare); damaged; or
-            set aside by a run that found it damaged.
-        problem: what is wrong; empty if nothing is.
+    The verdict is sound; no checksums (readable, with nothing to compare); damaged; or set aside by
+    a run that found it damaged.
     """
 
     step: int

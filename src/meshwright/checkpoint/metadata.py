@@ -18,22 +18,16 @@ class CheckpointMetadata:
     """What a checkpoint records about the run that wrote it.
 
     Attributes:
-        step: steps done.
-        seed: seed of initialization, dropout and data order.
         dataset: fingerprint of the data; empty if it has none.
         num_samples: samples of the data; None if not known.
         global_batch_size: samples per step, which a resumed run keeps.
-        plan: the plan of the run.
         config: the full config of the run; empty for runs started from Python.
-        versions: versions of the installed packages.
         data_position: where data that is read in order continues, as its iterator describes it;
             None if the number of steps says it.
-        processes: number of processes that wrote it.
         skipped: steps that were skipped because they were not finite.
         left_out: the batches left out when the run went back, as the first and the last of each.
         run: the run that it belongs to, as in the `run.id` of its folder; empty if unknown.
         training: what a run from Python trains: a digest of its loss, and its optimizer's settings.
-        format: checkpoint format.
     """
 
     step: int

@@ -107,7 +107,11 @@ class CheckpointReader:
     def checksums(self, step: int) -> Checksums | None:
         """Read the checksums of a checkpoint; None if it was saved without."""
         path = self.folder / str(step)
-        items = self._try(step, _ITEMS_FILE, lambda: _items(path))
+        items = self._try(
+            step,
+            _ITEMS_FILE,
+            lambda: json.loads((path / _ITEMS_FILE).read_bytes())["item_handlers"],
+        )
         if CHECKSUMS not in items and not (path / CHECKSUMS).is_dir():
             return None
         return self._try(step, CHECKSUMS, lambda: read_checksums(path / CHECKSUMS))
@@ -281,8 +285,3 @@ def has_readable_metrics(checkpoint: Path) -> bool:
         return not file.parent.exists() or "loss" in json.loads(file.read_bytes())
     except (OSError, ValueError, TypeError):
         return False
-
-
-def _items(checkpoint: Path) -> Any:
-    values = json.loads((checkpoint / _ITEMS_FILE).read_bytes())
-    return values["item_handlers"]

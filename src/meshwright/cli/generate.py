@@ -156,7 +156,9 @@ def _file(
     """Continue the prompts of a file that are not written yet, batch by batch."""
     from meshwright.generation.token_loop import Prompt
 
-    asked = _settings_digest(generator)
+    # What decides the tokens of a prompt, besides the model.
+    decides = (generator.sampling, generator.max_new_tokens, generator.stops, generator.seed)
+    asked = hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
     for number, (prompt, digest) in done.items():
         same = number < len(prompts) and prompts[number] == prompt
         if not same or digest != asked:
@@ -216,12 +218,6 @@ def _tokens(generator: Any, settings: Any, prompt: Any) -> Any:
         text = settings.chat.render(prompt["messages"])
         return generator.text.encode(text, start=False)
     return prompt.get("prompt", prompt.get("tokens"))
-
-
-def _settings_digest(generator: Any) -> str:
-    """Return a digest of what decides the tokens of a prompt, besides the model."""
-    decides = (generator.sampling, generator.max_new_tokens, generator.stops, generator.seed)
-    return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
 
 
 def _written(arguments: Arguments) -> dict[int, Any]:

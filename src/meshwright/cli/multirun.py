@@ -28,6 +28,7 @@ def run_sweep(arguments: Arguments, output: Output) -> int:
     """Run the jobs of a sweep one by one and return the exit code of the first failure."""
     jobs = expand_sweep(arguments.overrides, arguments.config_dir)
     sweep_dir = compose_config(jobs[0], arguments.config_dir, arguments.config_file).sweep_dir
+    flags = {name: value for name, value in arguments.flags.items() if name != "--multirun"}
     failed = int(ExitCode.DONE)
     results: list[object] = []
     for number, job in enumerate(jobs):
@@ -35,7 +36,7 @@ def run_sweep(arguments: Arguments, output: Output) -> int:
         output.say(f"[bold]job {number + 1} of {len(jobs)}[/bold]: {escape(' '.join(shown))}")
         words = [*job, f"hydra.run.dir={quoted(str(sweep_dir / str(number)))}"]
         command = [sys.executable, "-P", "-m", "meshwright", arguments.command.name, *words]
-        command += _own_flags(arguments)
+        command += [f"{name}={value}" if value else name for name, value in flags.items()]
         done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
         code = exit_code(done.returncode)
         if output.as_json:
@@ -111,8 +112,3 @@ def _values(override: Override, config_dir: Path | None) -> list[str]:
             fix=f"write them out: {key}=a,b or {key}=range(1,5)",
         )
     return [f"{key}={value}" for value in values]
-
-
-def _own_flags(arguments: Arguments) -> list[str]:
-    passed = {name: value for name, value in arguments.flags.items() if name != "--multirun"}
-    return [f"{name}={value}" if value else name for name, value in passed.items()]

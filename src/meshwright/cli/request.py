@@ -193,9 +193,9 @@ def _with_plan(composed: Composed) -> Composed:
     named = KEY in {override.key_or_group for override in parse_overrides(composed.overrides)}
     if composed.values.get(KEY) is None or (composed.config_file is not None and not named):
         return composed
-    planned = apply_plan_file(composed.values, set_by_user(validate(composed), composed))
-    origins = {**composed.read_from, **planned.origins}
-    return replace(composed, values=planned.values, read_from=origins)
+    decided = set_by_user(validate(composed), composed)
+    values, origins = apply_plan_file(composed.values, decided)
+    return replace(composed, values=values, read_from={**composed.read_from, **origins})
 
 
 def prepare_devices(config: Config, composed: Composed) -> Composed:

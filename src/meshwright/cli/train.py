@@ -29,6 +29,7 @@ from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_dir import claimed_folder
 from meshwright.trainer.starting.resume import find_resume_point
 from meshwright.trainer.starting.run_warnings import fitting_warmup, schedule_warnings
+from meshwright.trainer.trained.fit_result import summarize
 
 
 def run(request: Request) -> int:
@@ -121,16 +122,13 @@ def _origins(request: Request) -> str:
 
 
 def _print_result(request: Request, plan: Plan, result: FitResult) -> None:
-    losses, sample = list(result.losses.values()), result.extra.get("sample")
-    grade = result.extra.get("grade")
+    sample, grade = result.extra.get("sample"), result.extra.get("grade")
     report: dict[str, Any] = {
         "run_dir": str(result.run_dir),
         "mesh": plan.mesh,
         "devices": plan.num_devices,
         "steps": result.steps,
-        "first_loss": losses[0] if losses else None,
-        "final_loss": losses[-1] if losses else None,
-        "eval_loss": result.eval_loss,
+        **summarize(result.losses, result.eval),
         "seconds": round(result.seconds, 2),
         "stopped": result.stopped,
         "sample": sample,

@@ -105,7 +105,9 @@ def detect(environ: Environ) -> list[Found]:
     return [
         read_launcher(launcher, environ)
         for launcher in LAUNCHERS
-        if launcher.started(environ) and (first(launcher.rank, environ)[1] or _is_plain(launcher))
+        # Users export the variables of these two by hand: they count even if some are missing.
+        if launcher in (JAX, ENVIRONMENT) or first(launcher.rank, environ)[1]
+        if launcher.started(environ)
     ]
 
 
@@ -119,7 +121,9 @@ def read_launcher(launcher: Launcher, environ: Environ) -> Found:
     address = launcher.address(environ)
     if address is not None:
         variables |= {"address": address.variables[0]}
-    return Found(launcher, numbers, address, _job(launcher, environ), variables)
+    parts = [environ.get(name, "").strip() for name in launcher.job]
+    job = f"{launcher.name} {'.'.join(parts)}" if parts and all(parts) else ""
+    return Found(launcher, numbers, address, job, variables)
 
 
 def first(names: Sequence[str], environ: Environ) -> tuple[str, str]:
@@ -182,11 +186,6 @@ def split_address(source: str, address: str, *, default_port: int | None = None)
     return host, int(port)
 
 
-def _is_plain(launcher: Launcher) -> bool:
-    """Whether it counts even if its variables are incomplete: users export these by hand."""
-    return launcher in (JAX, ENVIRONMENT)
-
-
 def _integer(name: str, text: str) -> int:
     try:
         return int(text)
@@ -196,11 +195,6 @@ def _integer(name: str, text: str) -> int:
             why="it must be a whole number",
             fix=f"export {name}=… with a number, or unset it",
         ) from None
-
-
-def _job(launcher: Launcher, environ: Environ) -> str:
-    parts = [environ.get(name, "").strip() for name in launcher.job]
-    return f"{launcher.name} {'.'.join(parts)}" if parts and all(parts) else ""
 
 
 def _slurm_address(environ: Environ) -> CoordinatorAddress | None:

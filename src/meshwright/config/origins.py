@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from meshwright.config.compose import Composed, canonical_key, parse_overrides
 from meshwright.config.groups import CONF_DIR, GROUPS
 from meshwright.config.schema import Config
 from meshwright.text.json_text import flatten
 from meshwright.text.masking import mask_text, mask_value
+from meshwright.text.yaml_text import read_yaml
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ def _file_keys(composed: Composed) -> dict[str, str]:
         if path is None:
             continue
         package = "" if group == "experiment" else f"{group}."
-        loaded = yaml.load(
-            path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        )
+        loaded = read_yaml(path.read_text(encoding="utf-8"))
         named = {str(key): value for key, value in (loaded or {}).items() if key != "defaults"}
         for key, _ in flatten(named):
             keys[canonical_key(f"{package}{key}")] = f"{group}/{choice}.yaml"

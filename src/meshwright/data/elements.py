@@ -18,11 +18,9 @@ Shape = tuple[int, ...]
 class Expected:
     """What is known about the elements of some data.
 
-    Attributes:
-        batch_size: samples per batch; given for data that comes as samples.
-        planned: samples per batch in a given plan; data given as batches may have them too.
-        like: a batch, as arrays or shapes, that batches are like except for their size.
-        training: whether it is training data, whose shapes are not known in advance.
+    Batches are ``like`` another one, except for their size. ``batch_size`` is given for data that
+    comes as samples, and ``planned`` is that of a plan. Shapes of ``training`` data are not known
+    in advance.
     """
 
     batch_size: int | None = None

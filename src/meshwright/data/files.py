@@ -79,11 +79,8 @@ def list_files(
 ) -> list[Path]:
     """Return the files that a path names, in a fixed order.
 
-    Args:
-        path: a file; a folder, whose files are sorted by name, without hidden ones; a pattern such
-            as ``data/*.jsonl``, whose matches are sorted; or a list of these, in its own order.
-        endings: how the names of a folder's files end; any by default.
-        key: the setting, for messages.
+    The path is a file; a folder, whose files with such endings are sorted by name, without hidden
+    ones; a pattern such as ``data/*.jsonl``; or a list of these, in its own order.
     """
     if not isinstance(path, str):
         if not path:

@@ -70,21 +70,14 @@ def load_batches(
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     stream = batches.to_iter_dataset(options)
     if workers:
-        _mark_flags_parsed()
+        if not flags.FLAGS.is_parsed():
+            # Grain's flags get their defaults. A program that parses flags has done so by now.
+            flags.FLAGS.mark_as_parsed()
         ahead = max(prefetch // workers, 1)
         stream = stream.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=ahead)
         )
     return BatchStream(iter(stream), shared=workers > 0)
-
-
-def _mark_flags_parsed() -> None:
-    """Give Grain's command-line flags their defaults, since nothing here parses them.
-
-    A program that parses flags with absl has done so before it trains.
-    """
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
 
 
 class BatchStream(Iterator[HostBatch]):

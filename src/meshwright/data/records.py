@@ -40,18 +40,13 @@ class RawBlock:
 class RecordFiles(ABC):
     """Files of records in one format, and how records become samples: the keys of ``data``.
 
+    Other keys are those of `text_source`, which describes them; ``path`` is required, and
+    ``packing`` keeps records apart by default.
+
     Attributes:
-        path: a file, a folder of files, a pattern, or a list of these.
         field: the field with a text, or with a list of token ids.
         fields: instead, fields of numbers; each becomes an array of the batch.
-        sequence_length: tokens the model sees per row.
-        tokenizer: a ``tokenizers`` JSON file; without one, every byte is a token.
-        packing: ``stream`` cuts rows from all records joined together; ``documents`` keeps
-            records apart.
-        vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a record that cannot be read.
-        cache_dir: folder for the tokens; by default the user's cache folder.
-        token_version: how a tokenizer's files are read; runs keep the version they began with.
     """
 
     path: str | list[str]

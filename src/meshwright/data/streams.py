@@ -29,12 +29,9 @@ class IterableData(Data):
 
     Attributes:
         open: returns an iterator over the elements of an epoch, given its number from 0.
-        name: what the iterable is, for messages.
         samples: whether the elements are samples, which are stacked into batches.
-        once: whether the elements can be read only once.
         repeat: whether to begin again where the iterable ends.
         length: elements of one pass; None if that is not known.
-        order: what is said about resuming; empty if the order is always the same.
         again: what to write instead of an iterable that can be read only once.
         one_pass: read every element once, a short last batch included, as evaluation does.
         epochs: passes after which the data ends; None for no limit.

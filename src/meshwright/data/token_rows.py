@@ -24,16 +24,9 @@ class StreamRows:
     """Consecutive rows of token arrays, each one token longer than the sequence.
 
     A row's last token is the next row's first, so that every token but the first is predicted
-    exactly once. Tokens at the end of an array that do not fill a row are not used.
-
-    Attributes:
-        arrays: one or several flat arrays; no row spans two of them.
-        sequence_length: tokens the model sees per row.
-        name: where the tokens come from, for messages.
-        tokenizer: decodes the tokens; None if it is not known.
-        vocab_size: upper bound of the tokens, exclusive; None does not check them.
-        separator: the end-of-document token; with one, rows also have ``segment_ids`` and
-            ``positions``.
+    exactly once. Tokens at the end of an array that do not fill a row are not used; no row spans
+    two arrays. With a separator, the end-of-document token, rows also have ``segment_ids`` and
+    ``positions``. Without a ``vocab_size``, tokens are not checked.
     """
 
     arrays: Sequence[NDArray[Any]]

@@ -133,15 +133,10 @@ def as_data(
 ) -> Data:
     """Return the data a user passes for training as `Data`.
 
-    Args:
-        given: Data; a source with ``len`` and ``rows(ids)``; a dict of arrays; a function of
-            (step, batch_size) or (seed, step, batch_size), or one that returns an iterator; a
-            dataset of Grain, PyTorch, Hugging Face or tf.data; a sequence of batches or samples;
-            or an iterable.
-        seed: seed of the order, where Meshwright chooses it.
-        expected: what is known about the elements of the data.
-        num_processes: processes of the run; those of JAX by default. A bare iterable is refused
-            for more than one, because they might not all get the same batches.
+    It may be Data; a source with ``len`` and ``rows(ids)``; a dict of arrays; a function of
+    (step, batch_size) or (seed, step, batch_size), or one that returns an iterator; a dataset of
+    Grain, PyTorch, Hugging Face or tf.data; a sequence of batches or samples; or an iterable. A
+    bare iterable is refused for several processes, which might not all get the same batches.
     """
     if isinstance(given, Mixture):
         return _mixed(given, seed, training=expected.training)

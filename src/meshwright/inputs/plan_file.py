@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,15 @@ KEY = "plan"
 
 _PLANNED = ("mesh", "sharding", "pipeline", "precision", "kernels", KEY)
 _PLANNED_OF_TRAINING = (
-    "global_batch_size",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "sync_gradients_every",
-    "mixed_precision",
-)
+    "global_batch_size", "micro_batch_size", "gradient_accumulation_steps",
+    "sync_gradients_every", "mixed_precision",
+)  # fmt: skip
 """Settings that a plan replaces: whole sections, and some of `training`."""
 
 _COMPUTE, _MIXED = "precision.compute", "training.mixed_precision"
 """Two names of the compute format."""
 
 _WHICH = "name the plan.yaml of `meshwright plan --out plan.yaml`, or of a run folder"
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A config whose plan was read from a file, and the file that each value comes from."""
-
-    values: dict[str, Any]
-    origins: dict[str, str]
 
 
 def made_for_settings(path: str) -> list[str]:
@@ -128,20 +116,20 @@ def _is_planned(key: str) -> bool:
     return section in _PLANNED or (section == "training" and name in _PLANNED_OF_TRAINING)
 
 
-def apply_plan_file(values: Mapping[str, Any], decided: Collection[str]) -> Planned:
-    """Return a config with the settings of the file that `plan` names, if any.
+def apply_plan_file(
+    values: Mapping[str, Any], decided: Collection[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a config with the settings of the file that `plan` names, and which come from it.
 
     A key that the user has decided otherwise is an error.
     """
-    path = values.get(KEY)
-    if path is None:
-        return Planned(dict(values), {})
-    plan = read_plan_file(str(path))
+    path = str(values[KEY])
+    plan = read_plan_file(path)
     silent = _left_out(plan) & set(decided)
     settings = {key: value for key, value in plan_settings(plan).items() if key not in silent}
     given = dict(flatten({str(key): value for key, value in values.items()}))
-    _refuse_conflicts(str(path), plan, settings, given, decided)
-    return Planned(with_settings(values, settings), dict.fromkeys(settings, str(path)))
+    _refuse_conflicts(path, plan, settings, given, decided)
+    return with_settings(values, settings), dict.fromkeys(settings, path)
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,14 +102,10 @@ class Picture:
 class Layout:
     """The blocks of a drawing, and what is shown of each.
 
-    Attributes:
-        picture: what is drawn.
-        names: axis names of the outer blocks, inner blocks, rows and columns ("" if there is none).
-        grid: devices by (outer block, inner block, row, column); EMPTY outside the mesh.
-        stride: devices of the row axis from one row to the next (more than 1 if it is wrapped).
-        rows: the visible rows, GAP for an ellipsis.
-        columns: the visible columns, GAP for an ellipsis.
-        bands: the blocks drawn side by side, band by band; None for an ellipsis.
+    ``names`` are the axes of the outer blocks, inner blocks, rows and columns, and ``grid`` has
+    devices by these four; EMPTY outside the mesh. ``stride`` are devices of the row axis from one
+    row to the next (more than 1 if it is wrapped). Visible rows and columns have GAP for an
+    ellipsis, and ``bands``, the blocks drawn side by side, None.
     """
 
     picture: Picture

@@ -50,17 +50,9 @@ def attend(
 ) -> Array:
     """softmax(Q·Kᵀ/√scale)·V for each head; every group of query heads shares one key/value head.
 
-    Args:
-        query: [B, T, H, C].
-        key: [B, S, K, C], where K divides H.
-        value: [B, S, K, C].
-        mask: bool [1 or B, T, S], true where a query may attend.
-        scale: scores are divided by its square root; None means C.
-        softcap: scores are bounded to ± this by softcap · tanh(score / softcap); None for no bound.
-        dropout: drops some of the weights; None for none.
-
-    Returns:
-        [B, T, H, C].
+    Queries are [B, T, H, C], keys and values [B, S, K, C], where K divides H; the mask is bool
+    [1 or B, T, S], true where a query may attend, and the result [B, T, H, C]. By default, scale is
+    C. Scores are bounded to ± softcap by softcap · tanh(score / softcap); dropout drops weights.
     """
     batch, length, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]

@@ -163,12 +163,7 @@ class GatedMLP(nnx.Module):
 class DecoderBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as in Llama and Qwen. [B, T, D] → [B, T, D].
 
-    Args:
-        attention: makes the attention.
-        mlp: makes the MLP.
-        norm: makes a norm from its size.
-        hidden_size: D.
-        rngs: stream ``params``.
+    It makes its parts from D; a norm from its size.
     """
 
     def __init__(

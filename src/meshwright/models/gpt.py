@@ -146,17 +146,7 @@ class Vocabulary(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Vocabulary and transformer blocks: what GPT and its variants share.
-
-    Args:
-        block: makes a block.
-        num_blocks: transformer blocks.
-        hidden_size: D, width of the residual stream.
-        dropout: rate on both branches of every block.
-        embedding_dropout: rate on the embedded tokens; None for the same.
-        rngs: streams ``params`` and ``dropout``.
-        vocabulary: the other arguments of `Vocabulary`.
-    """
+    """Vocabulary and transformer blocks: what GPT, which describes the arguments, shares."""
 
     def __init__(
         self,

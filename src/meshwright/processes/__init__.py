@@ -182,14 +182,14 @@ def is_main() -> bool:
     return process_index() == 0
 
 
-def broadcast(value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
+def broadcast(value: Any) -> Any:
     """Return process 0's value in every process; what the others pass is ignored.
 
     The value is anything JSON can hold, and is returned as JSON, even with one process: tuples
     become lists and keys become strings.
     """
     sent = _to_json(value) if is_main() else "null"
-    return json.loads(_exchange("broadcast", sent, timeout_seconds)[0])
+    return json.loads(_exchange("broadcast", sent, TIMEOUT_SECONDS)[0])
 
 
 def attempt_on_main(act: Callable[[], object]) -> str:
@@ -203,25 +203,20 @@ def attempt_on_main(act: Callable[[], object]) -> str:
     return broadcast(problem)
 
 
-def gather(value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Return the values of all processes in order, as JSON like in `broadcast`."""
-    received = _exchange("gather", _to_json(value), timeout_seconds, everyone=True)
+    received = _exchange("gather", _to_json(value), TIMEOUT_SECONDS, everyone=True)
     return [json.loads(text) for text in received]
 
 
-def agree(
-    decision: bool,
-    how: Literal["any", "all", "main"] = "any",
-    *,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> bool:
+def agree(decision: bool, how: Literal["any", "all", "main"] = "any") -> bool:
     """Combine the decisions of all processes into a common one: ``any``, ``all`` or ``main``.
 
     Process 0 (``main``) decides what depends on a clock or a local file.
     """
     if how == "main":
-        return bool(broadcast(bool(decision), timeout_seconds=timeout_seconds))
-    votes = gather(bool(decision), timeout_seconds=timeout_seconds)
+        return bool(broadcast(bool(decision)))
+    votes = gather(bool(decision))
     return any(votes) if how == "any" else all(votes)
 
 
@@ -251,16 +246,11 @@ def _exchange(what: str, sent: str, timeout_seconds: float, *, everyone: bool = 
         _calls.failed += 1
         raise _explain_timeout(client, prefix, what, timeout_seconds, error) from error
     if me == 0:
-        _delete_old_texts(client, number)
+        for old in range(_calls.deleted, number):
+            client.key_value_delete(f"meshwright/{old}")
+        _calls.deleted = number
     texts = _texts(client, prefix) if everyone else {0: client.key_value_try_get(f"{prefix}/0")}
     return [_check_call(process, texts[process], what) for process in sorted(texts)]
-
-
-def _delete_old_texts(client: Any, number: int) -> None:
-    """Delete the texts of the calls before this one."""
-    for old in range(_calls.deleted, number):
-        client.key_value_delete(f"meshwright/{old}")
-    _calls.deleted = number
 
 
 def _texts(client: Any, prefix: str) -> dict[int, str]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from meshwright.errors import ExitCode, LostPeer
-from meshwright.processes.ports import EVERYWHERE, Address
+from meshwright.processes.ports import EVERYWHERE, Address, send
 from meshwright.runtime.heartbeat import own_heartbeat
 from meshwright.runtime.jax_internals import distributed_state
 from meshwright.text.json_text import parse_json
@@ -91,7 +91,7 @@ class PeerWatch:
         connection = socket.create_connection((host.strip("[]"), port), CONNECT_SECONDS)
         connection.settimeout(None)
         self._connections[connection] = 0
-        _send(connection, {"word": word, "process": self._me})
+        send(connection, {"word": word, "process": self._me})
         _start(lambda: self._follow(connection, 0))
 
     def leave(self, why: str = "") -> None:
@@ -99,7 +99,7 @@ class PeerWatch:
         if not self.left:
             self.left = True
             for connection in list(self._connections):
-                _send(connection, {"leaves": self._me, "why": why})
+                send(connection, {"leaves": self._me, "why": why})
 
     def _follow(self, connection: socket.socket, process: int | None, word: str = "") -> None:
         """Read what a process says until it is gone; one that does not know the word is nobody."""
@@ -129,7 +129,7 @@ class PeerWatch:
         self.lost = lost
         for connection, process in list(self._connections.items()):
             if process != lost.process:
-                _send(connection, {"lost": lost.process, "why": lost.why})
+                send(connection, {"lost": lost.process, "why": lost.why})
         self._on_lost(lost)
 
 
@@ -214,8 +214,3 @@ def _last_words() -> str:
     """Return the exception that ends the interpreter; empty if none does."""
     error = getattr(sys, "last_value", None)
     return "" if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with suppress(OSError):
-        connection.sendall(json.dumps(message).encode() + b"\n")

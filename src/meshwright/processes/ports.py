@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import json
 import os
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.text.masking import mask_words
@@ -143,6 +145,12 @@ def _cannot_listen(address: Address, interface: str, error: OSError) -> Exceptio
         why=error.strerror or str(error),
         fix="name the machine of process 0 as others reach it: --coordinator or MASTER_ADDR",
     )
+
+
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send a line of JSON; whoever is gone is found missing elsewhere."""
+    with suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def is_loopback(host: str) -> bool:

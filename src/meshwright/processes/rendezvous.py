@@ -11,19 +11,17 @@ then that all may go, or what is wrong.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
-from meshwright.processes.ports import EVERYWHERE, Address, check_own_name, listen, resolve
-from meshwright.text.json_text import parse_json
+from meshwright.processes.ports import EVERYWHERE, Address, check_own_name, listen, resolve, send
+from meshwright.text.json_text import parse_object
 from meshwright.text.units import numbered
 
 MAX_MESSAGE = 4096
@@ -55,16 +53,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how long processes wait for each other.
+    """Where and how long processes, or machines before they start processes, wait for each other.
 
-    Attributes:
-        address: where process 0 listens, as the others reach it.
-        seconds: how long to wait.
-        interface: the address that process 0 listens on.
-        notify: called with a line when waiting takes long.
-        noun: what meets: processes, or the launchers of machines before they start processes.
-        least: how many are enough once the time is over; None if all are needed.
-        expected: those that are waited for; None for all.
+    The others reach process 0 at the address; it listens on the interface. ``least`` are enough
+    once the time is over, and ``expected`` are waited for; by default all. ``notify`` is called
+    with a line when waiting takes long.
     """
 
     address: Address
@@ -170,7 +163,7 @@ class _Host:
     def tell_all(self, message: dict[str, Any]) -> None:
         """Send a message to all and close the connections."""
         for connection in self._members:
-            _send(connection, message)
+            send(connection, message)
         for connection in [*self._members, *self._texts]:
             connection.close()
         self._selector.close()
@@ -211,13 +204,13 @@ class _Host:
             self._drop(connection)
             return
         if "" not in (member.run, self._me.run) and member.run != self._me.run:
-            _send(connection, {"other_run": self._me.run})
+            send(connection, {"other_run": self._me.run})
             self._drop(connection)
             return
         self._check(member)
         del self._texts[connection]
         self._members[connection] = member
-        _send(connection, {"wait": self._until - time.monotonic()})
+        send(connection, {"wait": self._until - time.monotonic()})
 
     def _check(self, member: Member) -> None:
         """Refuse a process with which the run cannot start, in all processes."""
@@ -238,7 +231,7 @@ class _Host:
         if isinstance(error, MissingMembers):
             message["absent"] = error.numbers
         for connection in self._texts:
-            _send(connection, message)
+            send(connection, message)
         self.tell_all(message)
         raise error
 
@@ -269,7 +262,7 @@ def _try_to_join(me: Member, meeting: Meeting, left: float) -> list[int] | str:
     address = meeting.address
     try:
         with socket.create_connection((address.host, address.port), min(left, 5.0)) as connection:
-            _send(connection, {**meeting.greeting, **asdict(me)})
+            send(connection, {**meeting.greeting, **asdict(me)})
             return _wait_for_answer(connection, meeting)
     except TimeoutError:
         return f"no answer from {address}: a firewall, or a machine that is off"
@@ -293,7 +286,7 @@ def _wait_for_answer(connection: socket.socket, meeting: Meeting) -> list[int] |
                 return strange
             if not line:
                 return f"{zero} on {address} ended, or refused this {meeting.noun}"
-            message = _read_json(line)
+            message = parse_object(line)
             if "wait" in message:
                 # Process 0 decides; it only does not if its machine is gone.
                 connection.settimeout(float(message["wait"]) + ANSWER_SECONDS)
@@ -323,19 +316,8 @@ def _wait_for_service(address: Address) -> None:
     )
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    # Whoever is gone is found missing.
-    with suppress(OSError):
-        connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _read_json(line: bytes) -> dict[str, Any]:
-    message = parse_json(line)
-    return message if isinstance(message, dict) else {}
-
-
 def _read_member(text: bytes, meeting: Meeting) -> Member | None:
-    message = _read_json(text.partition(b"\n")[0])
+    message = parse_object(text.partition(b"\n")[0])
     if message.get("meshwright") != meeting.greeting["meshwright"]:
         return None
     try:

@@ -38,12 +38,13 @@ def plan_page(report: PlanReport) -> str:
     """Return a page about plans that loads nothing from elsewhere."""
     title = f"{report.name} on {report.result.task.hardware}"
     limit = report.result.task.memory_share
+    drawing = mesh_svg(abstract_mesh(report.best.plan.mesh or {"data": 1}))
     sections = (
         ("Decision", _decision(report)),
         ("Plans", _table(in_columns(row, _NO_COLUMNS) for row in plan_rows(report))),
         ("Memory of a device", _memory(report.result.plans, limit)),
         ("Time of a step", _times(report.result.plans)),
-        ("Mesh", f'<div class="plan-drawing">{_mesh(report.best)}</div>'),
+        ("Mesh", f'<div class="plan-drawing">{drawing}</div>'),
         ("Scaling", _scaling(report)),
         ("Budget", _list([str(report.budget)] if report.budget else [])),
         ("What would change the decision", _list(change_lines(report.changes))),
@@ -155,10 +156,6 @@ def _legend(names: Sequence[str]) -> str:
         for number, name in enumerate(names)
     )
     return f'<ul class="legend">{items}</ul><p></p>'
-
-
-def _mesh(best: Estimate) -> str:
-    return mesh_svg(abstract_mesh(best.plan.mesh or {"data": 1}))
 
 
 def _scaling(report: PlanReport) -> str:

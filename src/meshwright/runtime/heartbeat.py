@@ -69,13 +69,11 @@ class Beat:
 
     Attributes:
         count: marks so far; processes of one run make the same marks in the same order.
-        doing: what the process is doing.
         step: the step it is at, or the last one.
         first: the step after which it began to train; -1 before.
         saved: the step whose state was last handed over to be saved; -1 before.
         saved_useful: seconds of steps up to then.
         time: when the last mark was made, by the clock of the machine.
-        seconds: the time spent on each kind of work.
         alive: counts as long as threads of the process get the interpreter's lock.
     """
 

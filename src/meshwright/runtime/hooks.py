@@ -15,28 +15,7 @@ BatchHook = Callable[[int, Any], Any]
 """Called with the number of a batch, from 0, and the rows of it that this process read; returns
 the rows to train on."""
 
-_log_hooks: list[LogHook] = []
-_batch_hooks: list[BatchHook] = []
+log_hooks: list[LogHook] = []
+batch_hooks: list[BatchHook] = []
 
-
-def add_log_hook(hook: LogHook) -> None:
-    """Call a function with every step that is logged, before the callbacks."""
-    _log_hooks.append(hook)
-
-
-def add_batch_hook(hook: BatchHook) -> None:
-    """Pass every batch through a function before it is placed on the devices."""
-    _batch_hooks.append(hook)
-
-
-def run_log_hooks(step: int) -> None:
-    """Call the hooks of a logged step."""
-    for hook in _log_hooks:
-        hook(step)
-
-
-def run_batch_hooks(number: int, batch: Any) -> Any:
-    """Return a batch as the hooks have left it."""
-    for hook in _batch_hooks:
-        batch = hook(number, batch)
-    return batch
+add_log_hook, add_batch_hook = log_hooks.append, batch_hooks.append

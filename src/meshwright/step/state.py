@@ -19,15 +19,9 @@ SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How the loss scale changes.
+    """How the loss scale changes: it grows after `growth_interval` finite steps in a row.
 
-    Attributes:
-        initial_scale: the initial scale.
-        growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
-        backoff_factor: multiplies the scale after a step that was not finite.
-        growth_interval: finite steps in a row before the scale grows.
-        min_scale: the smallest scale.
-        max_scale: the largest scale.
+    After a step that was not finite, it is multiplied by the backoff factor.
     """
 
     initial_scale: float = INITIAL_SCALE

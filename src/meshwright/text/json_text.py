@@ -27,13 +27,18 @@ def parse_json(content: str | bytes) -> Any:
         return None
 
 
+def parse_object(content: str | bytes) -> dict[str, Any]:
+    """Return the object of a JSON text; empty if it is anything else."""
+    value = parse_json(content)
+    return value if isinstance(value, dict) else {}
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if there is none that can be read."""
     try:
-        value = parse_json(path.read_bytes())
+        return parse_object(path.read_bytes())
     except OSError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -15,20 +15,9 @@ from meshwright.text.units import human_bytes, human_count, human_seconds
 from meshwright.tracking.tracker import Tracker
 
 SHOWN_EVENTS = (
-    "start",
-    "sample",
-    "restart",
-    "processes",
-    "weights",
-    "resume",
-    "checkpoint",
-    "warning",
-    "incident",
-    "note",
-    "mixture",
-    "profile",
-    "stop",
-)
+    "start", "sample", "restart", "processes", "weights", "resume", "checkpoint", "warning",
+    "incident", "note", "mixture", "profile", "stop",
+)  # fmt: skip
 """Events that are shown; an evaluation is shown by its metrics."""
 
 

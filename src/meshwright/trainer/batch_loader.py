@@ -16,7 +16,7 @@ from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data
 from meshwright.processes import agree, process_count
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
-from meshwright.runtime.hooks import run_batch_hooks
+from meshwright.runtime.hooks import batch_hooks
 from meshwright.step.place_batch import local_rows, place_batch
 from meshwright.trainer.incidents.not_finite import MAX_IN_FLIGHT
 
@@ -103,7 +103,8 @@ class BatchLoader:
             self.waited += time.perf_counter() - started
             if not self._all_have(batch):
                 return
-            batch = run_batch_hooks(number, batch)
+            for hook in batch_hooks:
+                batch = hook(number, batch)
             yield place_batch(batch, self._sharding, self._batch_size, self._rows)
 
     def _all_have(self, batch: Any) -> bool:

@@ -20,7 +20,6 @@ from meshwright.config.schema import CheckpointConfig, TrackingConfig
 from meshwright.data.protocols import Data
 from meshwright.errors import UserError
 from meshwright.recipe import Recipe
-from meshwright.step.assemble import Assembled
 from meshwright.trainer.callbacks import Callback, OnMetrics
 
 
@@ -29,14 +28,12 @@ class FitSettings:
     """How one `fit` runs; `Trainer.fit` describes what it has in common with its arguments.
 
     Attributes:
-        progress: whether to show progress; see `make_trackers`.
         strict: refuse to run a program that deviates from its plan.
         sample_tokens: tokens of text to generate at the end, for language models.
         sample_prompt: what such a text begins with; None takes the beginning of a held-out text.
         sample_every: steps between two samples during training; None for one at the end.
         keep_micro: whether fewer processes keep the samples per device and microbatch.
         config: the config of the run, recorded in checkpoints; empty for runs from Python.
-        recipe: the objects that the config describes; None for runs from Python.
         tokenizer: the file of the data's tokenizer, which the run remembers for exports.
         files: files to write into the run folder before training, by name.
         on_checked: called when all checks have passed, before anything is written or compiled.
@@ -145,9 +142,3 @@ def read_callbacks(
         return list(callbacks)
     check_takes("on_metrics", on_metrics, ("step", "metrics"))
     return [*callbacks, OnMetrics(on_metrics)]
-
-
-def check_assembled(assembled: Any) -> None:
-    """Refuse a step that `assemble` did not build."""
-    if assembled is not None:
-        check_kind("assembled", assembled, Assembled, "write the result of trainer.assemble(batch)")

@@ -13,7 +13,7 @@ import jax
 from meshwright.checkpoint.store import StateNotFinite
 from meshwright.profile import NoProfiling
 from meshwright.runtime.heartbeat import Doing, Heartbeat, own_heartbeat
-from meshwright.runtime.hooks import run_log_hooks
+from meshwright.runtime.hooks import log_hooks
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import HALTED
 from meshwright.trainer.batch_loader import BatchFeed
@@ -48,14 +48,9 @@ NO_GRADIENT = (
 class Loop:
     """The training loop and its parts; a part that is switched off is a null object.
 
-    Attributes:
-        evaluator: evaluates states on held-out data; None for no evaluation.
-        eval_every: steps between two evaluations; None for a single one at the end.
-        sample: returns a text that the model generates; None if it generates none.
-        sample_every: steps between two such texts; None for none during training.
-        evaluate_ahead: whether to compile the evaluation during the first step.
-        context: what callbacks read of the run, and ask for.
-        shares: where the time of a step goes, once it has been profiled, until it is logged.
+    Without ``eval_every``, there is a single evaluation at the end, and without ``sample_every`` no
+    text during training. ``shares`` are where the time of a step goes, once it has been profiled,
+    until it is logged.
     """
 
     step: StepFunction
@@ -211,7 +206,8 @@ class Loop:
         # Completions may all have the same reward.
         if step == 1 and values["grad_norm"] == 0 and not values.get("zero_variance"):
             self.log.tracker.event("warning", step, NO_GRADIENT, {})
-        run_log_hooks(step)
+        for hook in log_hooks:
+            hook(step)
         self.callbacks.call("on_log", step, values)
 
     def _evaluate_and_save(self, state: TrainState, progress: Progress) -> bool:

@@ -260,15 +260,11 @@ def _slurm_job() -> tuple[str, int]:
     return f"{cluster} {job}".strip() if job else "", int(restart) if restart.isdecimal() else 0
 
 
-def _is_requeued(holder: dict[str, Any]) -> bool:
-    """Whether this job has the lock since before it was requeued, when all its processes ended."""
-    job, restart = _slurm_job()
-    return bool(job) and holder.get("job") == job and int(holder.get("restart", 0)) < restart
-
-
 def _is_stale(holder: dict[str, Any]) -> bool:
     """Whether the process of a lock is known not to run any more."""
-    if _is_requeued(holder):
+    job, restart = _slurm_job()
+    if job and holder.get("job") == job and int(holder.get("restart", 0)) < restart:
+        # When this job was requeued, all its processes ended.
         return True
     if holder.get("host") != socket.gethostname():
         return False

@@ -54,15 +54,10 @@ def out_of_batches(done: int, steps: int | None, seconds: float | None) -> Stop:
 
 @dataclass
 class Progress:
-    """The progress of a run.
+    """The progress of a run: losses by step from 1, and evaluations by steps done.
 
-    Attributes:
-        step: steps done.
-        losses: the mean loss of every logged step, by its number from 1.
-        eval: the metrics of every evaluation, by steps done.
-        stop: why the run ended.
-        skipped: steps among those done that were skipped, because they were not finite.
-        left_out: batches left out when the run went back, as the first and the last of each.
+    Of the steps done, some were skipped, because they were not finite. ``left_out`` are batches
+    left out when the run went back, as the first and the last of each.
     """
 
     step: int = 0

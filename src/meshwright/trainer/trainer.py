@@ -23,7 +23,6 @@ from meshwright.tracking.setup import shown_activities
 from meshwright.trainer.callbacks import Callback
 from meshwright.trainer.fit_settings import (
     FitSettings,
-    check_assembled,
     read_callbacks,
     read_duration,
     read_resume,
@@ -318,7 +317,9 @@ class Trainer(SteppingTrainer):
         eval_data: Any,
         assembled: Assembled | None,
     ) -> FitResult:
-        check_assembled(assembled)
+        if assembled is not None:
+            fix = "write the result of trainer.assemble(batch)"
+            check_kind("assembled", assembled, Assembled, fix)
         self._settle()
         asked, first = read_fit_data(self, self._memory, asked, data, batch_size, eval_data)
         if asked.resume == "never":

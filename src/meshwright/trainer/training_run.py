@@ -63,7 +63,7 @@ from meshwright.trainer.starting.learning_rate import LearningRate, find_schedul
 from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
-from meshwright.trainer.starting.resume import ResumePoint, check_newest, run_id
+from meshwright.trainer.starting.resume import check_newest, run_id
 from meshwright.trainer.starting.run_checks import check_early_stopping, check_rewinding
 from meshwright.trainer.starting.run_warnings import no_rate_left, over_sharded, repeated_samples
 from meshwright.trainer.starting.same_training import training_facts
@@ -179,11 +179,12 @@ class TrainingRun:
                 state = self._restoring.first_state(tracker, progress, self._callbacks)
                 fill_tables(self._programs, state, self._trainer.loss, self._restoring, tracker)
                 self._keep_base(state)
+                point = self._restoring.point
                 checkpointer = make_checkpointer(
                     asked,
                     self._form,
                     self._metadata,
-                    last_saved=_saved_by_this_run(self._restoring.point),
+                    last_saved=point.step if point is not None and point.same_run else None,
                     log_event=tracker.event,
                 )
             loop = self._make_loop(compiled, log, checkpointer, interrupt)
@@ -397,11 +398,6 @@ def _explain_failure(
     log.failed(progress, first_line(error))
     if isinstance(error, OutOfMemory):
         raise with_resuming(error, run_dir) from error.__cause__
-
-
-def _saved_by_this_run(point: ResumePoint | None) -> int | None:
-    """Return the step of the newest checkpoint in the run folder; None if it has none."""
-    return point.step if point is not None and point.same_run else None
 
 
 def _log_mixture(log: RunLog, data: Data, progress: Progress, plan: Plan) -> None:

@@ -147,14 +147,9 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 _ROPE = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
+    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings",
-}
+}  # fmt: skip
 """Keys of rotary settings; a type that does not use one ignores it."""
 
 ROTARY = {

@@ -74,22 +74,19 @@ def decoder_family(
     config: Callable[[Mapping[str, Any]], dict[str, Any]],
     pad_token: int | None = None,
     spellings: tuple[tuple[str, str], ...] = (),
+    unpublished: Mapping[str, tuple[Any, ...]] | None = None,
     **own: Any,
 ) -> Family:
     """Return a family of decoders: what they share, completed by what is its own.
 
-    Args:
-        rows: its further rows, which replace shared ones of the same path.
-        defaults: the values of shared keys that config.json may leave out; None may be null, too.
-        keys: its further keys.
-        arguments: from config.json to its further arguments.
-        config: from the arguments of the model to its further values of config.json.
-        pad_token: the default of ``pad_token_id``.
-        spellings: its further spellings of names.
-        own: other fields of `Family`.
+    Its rows replace shared ones of the same path. ``defaults`` are values of shared keys that
+    config.json may leave out; None may be null, too. ``unpublished`` are arguments that config.json
+    has no key for, and values that they may have. ``own`` are other fields of `Family`.
     """
 
     def whole_config(model: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+        for name, known in (unpublished or {}).items():
+            refuse_unpublished(own["architecture"], model, name, *known)
         # Training on shorter rows does not shorten what the model can read.
         key = "max_position_embeddings"
         pad = kept.get("pad_token_id") if model["pad_token_id"] is None else model["pad_token_id"]

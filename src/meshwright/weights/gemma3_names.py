@@ -127,8 +127,6 @@ def _layer_types(every: int, count: int) -> list[str]:
 
 
 def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    for name in ("attention_softcap", "logit_softcap"):
-        refuse_unpublished("Gemma3ForCausalLM", arguments, name)
     factor = arguments["rope_factor"]
     return {
         **_shared_config(arguments),
@@ -139,7 +137,6 @@ def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma2_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    refuse_unpublished("Gemma2ForCausalLM", arguments, "rope_factor", 1)
     refuse_unpublished("Gemma2ForCausalLM", arguments, "rope_local_base", arguments["rope_base"])
     return _shared_config(arguments)
 
@@ -171,6 +168,7 @@ GEMMA2 = decoder_family(
     defaults={**_DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192},
     arguments=_gemma2_arguments,
     config=_gemma2_config,
+    unpublished={"rope_factor": (1,)},
     pad_token=0,
     keys={
         **_KEYS,
@@ -191,6 +189,7 @@ GEMMA3 = decoder_family(
     defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
+    unpublished={"attention_softcap": (), "logit_softcap": ()},
     pad_token=0,
     keys={
         **_KEYS,

@@ -21,13 +21,9 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 
 KEPT = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    GENERATION,
-    "preprocessor_config.json",
-)
+    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    GENERATION, "preprocessor_config.json",
+)  # fmt: skip
 """Files that a run remembers besides config.json, so that an export has them."""
 
 _AGAIN = "download the folder again"

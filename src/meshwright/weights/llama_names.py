@@ -21,7 +21,6 @@ from meshwright.weights.decoder_names import (
     check_layer_types,
     decoder_family,
     refuse_uneven_heads,
-    refuse_unpublished,
 )
 from meshwright.weights.family import HfConfig, TensorRow
 from meshwright.weights.views import VECTOR, StackedView, View
@@ -79,11 +78,6 @@ def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _llama_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    refuse_unpublished("LlamaForCausalLM", arguments, "sliding_window")
-    return _config(arguments)
-
-
 _OURS = "blocks.{n}.attention."
 _HEADS = ("query", "key", "value")
 _KEYS = {"hidden_act": only("silu"), _CONTEXT: Key("size")}
@@ -95,7 +89,8 @@ LLAMA = decoder_family(
     rows=(MLP_NORM,),
     defaults=_DEFAULTS,
     arguments=_arguments,
-    config=_llama_config,
+    config=_config,
+    unpublished={"sliding_window": ()},
     keys={**_KEYS, "mlp_bias": only(False)},
     other_architectures=("LlamaModel",),
 )
@@ -144,11 +139,6 @@ def _qwen2_arguments(values: HfConfig) -> dict[str, Any]:
     return _arguments(values)
 
 
-def _qwen2_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    refuse_unpublished("Qwen2ForCausalLM", arguments, "sliding_window")
-    return {**_config(arguments), **_whole_rows(arguments)}
-
-
 def _whole_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_sliding_window": False, "layer_types": [_FULL] * arguments["num_blocks"]}
 
@@ -166,7 +156,8 @@ QWEN2 = decoder_family(
     ),
     defaults=_QWEN_DEFAULTS,
     arguments=_qwen2_arguments,
-    config=_qwen2_config,
+    config=lambda arguments: _config(arguments) | _whole_rows(arguments),
+    unpublished={"sliding_window": ()},
     keys={**_KEYS, **_QWEN_KEYS, "use_mrope": only(False)},
     other_architectures=("Qwen2Model",),
 )
@@ -202,11 +193,6 @@ def _phi3_arguments(values: HfConfig) -> dict[str, Any]:
     return _arguments(values)
 
 
-def _phi3_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    refuse_unpublished("Phi3ForCausalLM", arguments, "rope_factor", 1)
-    return _config(arguments)
-
-
 PHI3 = decoder_family(
     kind="phi3",
     architecture="Phi3ForCausalLM",
@@ -239,7 +225,8 @@ PHI3 = decoder_family(
         "rms_norm_eps": 1e-5,
     },
     arguments=_phi3_arguments,
-    config=_phi3_config,
+    config=_config,
+    unpublished={"rope_factor": (1,)},
     pad_token=32000,
     keys={
         **_KEYS,

@@ -26,12 +26,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class View:
-    """How an array of the model is found in a tensor.
-
-    Attributes:
-        pattern: the tensor's dims, an arrow, and the array's dims; dims in parentheses are one.
-        part: the index along a numbered dim.
-    """
+    """How an array of the model is found in a tensor: a pattern, and the part of a numbered dim."""
 
     pattern: str
     part: int = 0
@@ -121,8 +116,7 @@ class View:
 class StackedView(View):
     """A kernel [in, out] that is one of several on top of each other in a tensor [outs, in].
 
-    Attributes:
-        heights: the names of their sizes; ``part`` is the index of this one.
+    ``heights`` are the names of their sizes; ``part`` is the index of this one.
     """
 
     heights: tuple[str, ...] = ()

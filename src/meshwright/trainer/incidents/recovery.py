@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import StateNotFinite
 from meshwright.data.protocols import Data
-from meshwright.errors import ANY, NotFinite, Setting, Spelling, current_spelling
+from meshwright.errors import ANY, Setting, Spelling, current_spelling
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
@@ -90,9 +90,8 @@ class Recovery:
         good = bool(np.asarray(snapshot.finite))
         limit = self._limit(step, good=good)
         action = "stop" if limit else self._trainer.on_nonfinite
-        record, remark = self._recorder.write(
-            Incident(bad, number, samples, batch, list(check.history), action), snapshot
-        )
+        incident = Incident(bad, number, samples, batch, list(check.history), action)
+        record, remark = self._recorder.write(incident, snapshot)
         # Only the first few are recorded; one of them shows what the later ones are like.
         self._record = record or self._record
         where = f"batch {number}{_shown(samples)}"
@@ -100,16 +99,25 @@ class Recovery:
         indices = self._recorder.indices(batch, negative=step == 1)
         kept = f"record: {record}" if record else remark
         if action == "stop":
-            self._log(bad, f"{where}; {kept}", "stop", record, number, samples)
-            error = self._stop(bad, state, progress, where, limit, record, indices, good=good)
-            raise error from None
+            self._log(incident, f"{where}; {kept}", record)
+            if good and progress.step:
+                # The state before it was not finite either, if an earlier save found one so.
+                with suppress(StateNotFinite):
+                    self._checkpointer.save(state, progress.step, loss=None)
+            raise bad_step_error(
+                bad.values,
+                batch=where,
+                limit="" if self._trainer.on_nonfinite == "stop" and good else limit,
+                fix=_next_steps(self._record, self._trainer.on_nonfinite),
+                indices=indices,
+            ) from None
         if action == "skip":
             done = self._skip(step, progress)
             state = replace(state, halted=cleared(state.halted))
         else:
             state, done = self._go_back(number, progress)
         told = "; ".join(filter(None, (where, indices, done, kept)))
-        self._log(bad, told, action, record, number, samples)
+        self._log(incident, told, record)
         return state
 
     def _limit(self, step: int, *, good: bool) -> str:
@@ -148,55 +156,22 @@ class Recovery:
         left += " are" if first < number else " is"
         return state, f"back to the checkpoint of step {metadata.step}, {left} left out"
 
-    def _stop(
-        self,
-        bad: BadStep,
-        state: TrainState,
-        progress: Progress,
-        where: str,
-        limit: str,
-        record: Path | None,
-        indices: str,
-        *,
-        good: bool,
-    ) -> NotFinite:
-        """Save the last good state, and return the error."""
-        if good and progress.step:
-            # The state before it was not finite either, if an earlier save found one that was not.
-            with suppress(StateNotFinite):
-                self._checkpointer.save(state, progress.step, loss=None)
-        return bad_step_error(
-            bad.values,
-            batch=where,
-            limit="" if self._trainer.on_nonfinite == "stop" and good else limit,
-            fix=_next_steps(record or self._record, self._trainer.on_nonfinite),
-            indices=indices,
-        )
-
     def _samples(self, number: int) -> list[int] | None:
         ids = self._data.ids(number, self._batch_size)
         return None if ids is None else [int(each) for each in ids]
 
-    def _log(
-        self,
-        bad: BadStep,
-        text: str,
-        action: str,
-        record: Path | None,
-        number: int,
-        samples: Sequence[int] | None,
-    ) -> None:
-        values = bad.values
+    def _log(self, incident: Incident, text: str, record: Path | None) -> None:
+        values = incident.bad.values
         self._tracker.event(
             "incident",
             values.step,
             f"{values}: {text}",
             {
-                "action": action,
+                "action": incident.action,
                 "loss": str(values.loss),
                 "grad_norm": str(values.grad_norm),
-                "batch": number,
-                "samples": samples,
+                "batch": incident.number,
+                "samples": incident.samples,
                 "record": None if record is None else str(record),
             },
         )

@@ -44,7 +44,8 @@ def first_origin(
         traced = _trace(loss, assembled, batch)
         leaves = jax.tree.leaves(batch)
         params, others = _by_role(traced, values)
-        names = [*_names(traced, "param"), *_names(traced, "state"), *_batch_names(read)]
+        arrays = [f"batch array {name}" for name in read.names]
+        names = [*_names(traced, "param"), *_names(traced, "state"), *arrays]
         inputs = [jnp.asarray(each) for each in (*params, *others, *leaves)]
         program = jax.make_jaxpr(_loss(traced))(params, others, leaves)
         found, noted = find_origins(program, inputs, names)
@@ -137,7 +138,3 @@ def _names(traced: TracedLoss, role: str) -> list[str]:
     what = "parameter" if role == "param" else "state"
     same = [leaf for leaf in traced.leaves if (leaf.role == "param") == (role == "param")]
     return [f"{what} {leaf.path}" for leaf in same]
-
-
-def _batch_names(read: FlightRecord) -> list[str]:
-    return [f"batch array {name}" for name in read.names]

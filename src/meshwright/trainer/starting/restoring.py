@@ -20,7 +20,6 @@ from meshwright.trainer.checkpointer import RunMetadata
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.run_progress import Progress
 from meshwright.trainer.starting.resume import (
-    ResumePoint,
     check_fits,
     check_same_run,
     check_same_scale,
@@ -119,7 +118,10 @@ class Restoring:
         point = self.point
         progress.step, progress.skipped = point.step, point.metadata.skipped
         progress.left_out[:] = map(list, point.metadata.left_out)
-        self._continue_data(point)
+        data, position = self.asked.data, point.metadata.data_position
+        if data is not None and position is not None:
+            # Data that is read in order goes on where it was.
+            data.go_to(point.step + count_batches(point.metadata.left_out), position)
         message = f"continuing after step {point.step}, from {point.path}"
         if CheckpointReader(point.folder).checksums(point.step) is None:
             message += ", which has no checksums to check its arrays with"
@@ -138,12 +140,6 @@ class Restoring:
         assert self.point is not None
         metadata, self.point = self.point.metadata, started_from
         return metadata, state
-
-    def _continue_data(self, point: ResumePoint) -> None:
-        """Take data that is read in order to where it was, if the checkpoint says where."""
-        data, position = self.asked.data, point.metadata.data_position
-        if data is not None and position is not None:
-            data.go_to(point.step + count_batches(point.metadata.left_out), position)
 
     def _restore(self, tracker: Tracker) -> TrainState:
         """Restore the newest sound checkpoint; one that was asked for by name must be sound."""

@@ -35,15 +35,9 @@ from meshwright.trainer.run_dir import refuse_locked
 from meshwright.trainer.trained.base_weights import find_base
 
 FIXED = (
-    "model",
-    "task",
-    "data",
-    "optimizer",
-    "precision",
-    "run.seed",
-    "training.mixed_precision",
-    "training.ema_decay",
-)
+    "model", "task", "data", "optimizer", "precision",
+    "run.seed", "training.mixed_precision", "training.ema_decay",
+)  # fmt: skip
 """Sections of a config that affect results on any mesh; a resumed run must keep them."""
 
 _CHANGEABLE = ("model.mesh_shape", "data.workers", "data.prefetch", "data.cache_dir")
