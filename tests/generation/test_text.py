@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import GPT2, copy_folder
+from hf_folders import GPT2, change_config, copy_folder
 from tokenizer_folders import make_folder
 
 import meshwright as mw
@@ -188,6 +188,25 @@ def call(capfd, *words):
     code = main([str(word) for word in words])
     out, err = capfd.readouterr()
     return code, out, err
+
+
+@pytest.mark.full
+def test_eval_computes_in_the_format_of_the_folder(tmp_path, capfd):
+    folder, text = copy_folder("gpt2", tmp_path / "f"), tmp_path / "text.txt"
+    change_config(folder, dtype="bfloat16")
+    text.write_text("the mesh of the model")
+    tokens = read_text_settings(folder).tokenizer.encode(text.read_text())
+    exact = score_documents(mw.load_model(folder), [np.array(tokens)], length=16).nats
+    found = {}
+    for words in ((), ("--dtype", "float32")):
+        code, out, err = call(capfd, "eval", folder, text, "--json", *words)
+        assert code == 0, err
+        result = json.loads(out)
+        found[result["dtype"]] = result["nats"]
+        assert (f"computing in bfloat16, as {folder} says" in err) == (not words)
+    assert found["float32"] == pytest.approx(exact, rel=1e-6)
+    assert found["bfloat16"] == pytest.approx(exact, rel=0.02)
+    assert found["bfloat16"] != found["float32"]
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.cli.text_model import decimal, open_model, read_lines, read_text
+from meshwright.cli.text_model import decimal, number_format, open_model, read_lines, read_text
 from meshwright.errors import ExitCode, UserError
 from meshwright.runtime.activity import activity
 from meshwright.text.json_text import parse_json, write_atomically
@@ -59,13 +59,11 @@ def run(arguments: Arguments, output: Output) -> int:
         seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
         batch_size=arguments.number("--batch-size", 64, most=2**20),
         mesh=arguments.flags.get("--mesh"),
-        dtype=arguments.flags.get("--dtype", settings.dtype),
+        dtype=number_format(arguments, output, settings, path),
         **_sampling(arguments),
     )
     for remark in generator.remarks:
         output.say(remark)
-    if settings.dtype and not arguments.has("--dtype"):
-        output.say(f"computing in {settings.dtype}, as {path} says; --dtype chooses another format")
     if arguments.has("--seed") and generator.sampling.greedy:
         output.say("--seed changes nothing: nothing is drawn without --temperature, such as 1")
     if "--file" in modes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.arguments import Arguments
+from meshwright.cli.output import Output
 from meshwright.errors import UserError
 from meshwright.runtime.activity import activity
 from meshwright.text.json_text import parse_json
@@ -30,6 +31,15 @@ def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
     with activity(f"loading {path}"):
         model = load_model(path, step=step, which=which, ema=arguments.has("--ema"))
     return model, read_text_settings(Path(path))
+
+
+def number_format(
+    arguments: Arguments, output: Output, settings: TextSettings, path: str
+) -> str | None:
+    """Return what to compute in; if a run or a folder decides, say so. None is float32."""
+    if settings.dtype and not arguments.has("--dtype"):
+        output.say(f"computing in {settings.dtype}, as {path} says; --dtype chooses another format")
+    return arguments.flags.get("--dtype", settings.dtype)
 
 
 def _check_folder(path: Path) -> None:
