@@ -11,6 +11,7 @@ from jax import Array
 
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.prompt_attention import PromptAttention
+from meshwright.generation.rings import Ring, positions_in
 from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows
 from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
@@ -29,6 +30,9 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
 )
 
+MASKED = 8192
+"""The most positions of which masks are evaluated; windows must be shorter."""
+
 
 class IncrementalDecoder:
     """Computes the logits of new tokens from a cache of earlier ones.
@@ -42,14 +46,20 @@ class IncrementalDecoder:
 
     def __init__(self, traced: TracedDecoder, length: int) -> None:
         self.length, self.traced = length, traced
-        positions = Positions(traced.short, traced.chunk)
         try:
             of_weights = traced.of_weights(length)
         except NotIncremental:
             # What the plan has to say comes first.
-            plan_rows(positions, (), traced.num_sources)
+            plan_rows(Positions(traced.short, traced.chunk), (), traced.num_sources)
             raise
+        longer = traced.of_length(min(length, MASKED) if traced.chunk == 1 else length)
+        positions = Positions(traced.short, traced.chunk, longer)
         self.plan = plan_rows(positions, of_weights, traced.num_sources)
+        try:
+            for size in {size for _, size in self.plan.rings.values()}:
+                traced.of_length(size)
+        except NotIncremental:
+            self.plan.rings.clear()
         inputs = traced.short.jaxpr.invars
         self.sources = inputs[-1 - traced.num_sources : -1]
         self._made = [v for v in self.plan.prepared if v not in set(inputs)]
@@ -115,7 +125,8 @@ class IncrementalDecoder:
         unit, found = self.plan.positions.unit, list[Array]()
         for value, (variable, dim) in zip(kept, self.plan.kept.items(), strict=True):
             place = self.orders[variable].index(dim) + 1
-            found.append(_lengthened(value, place, self.length // unit(variable, dim)))
+            _, length = self.plan.rings.get(variable, (dim, self.length // unit(variable, dim)))
+            found.append(_lengthened(value, place, length))
         return found
 
 
@@ -197,9 +208,17 @@ class _Rows:
                     self._keep(variable, row, long.outvars[number])
         logits = self._read(short.outvars[0], (1, False))
         # In the order of the plan: equations come in the other one.
-        rows = [self._new[variable] for variable in self._plan.kept]
+        rows = [self._last_of(v) if self._cache is None else self._new[v] for v in self._plan.kept]
         source = [self._values[variable, WHOLE] for variable in self._plan.fixed]
         return logits[0, 0], {"rows": rows, "states": self._states, "source": source}
+
+    def _last_of(self, variable: Var) -> Value:
+        """Return what the cache has of a value that was computed for a whole prompt."""
+        value, (dim, size) = self._new[variable], self._plan.rings.get(variable, (0, 2**31))
+        place = self._decoder.orders[variable].index(dim)
+        if value.shape[place] <= size:
+            return value
+        return jnp.take(value, positions_in(size, self._last), place, mode="clip")
 
     def _give(self, variables: Sequence[Var], values: Sequence[Value]) -> None:
         for variable, value in zip(variables, values, strict=True):
@@ -231,6 +250,8 @@ class _Rows:
         else:
             before = self._cache["rows"][list(self._plan.kept).index(variable)]
         start = self._rows.chunks(self._unit(variable, self._plan.kept[variable])).start
+        if self._cache is not None and variable in self._plan.rings:
+            start = start % self._plan.rings[variable][1]
         if self._cache is not None and self._rows.count == 1:
             new = _with_row(before, row, start, dim, divided=self._decoder.traced.divided)
         else:
@@ -260,6 +281,10 @@ class _Rows:
         return self._plan.positions.unit(atom, dim)
 
     def _compute(self, eqn: Equation, long: Equation, number: int, need: Need) -> Value:
+        ring = None if self._cache is None else self._plan.rings.get(eqn.outvars[number])
+        if ring is not None:
+            # A program as long as the ring says what shapes there are.
+            long = self._decoder.traced.like(eqn, ring[1])
         if need == WHOLE:
             return bind(long, [self._read(a, WHOLE) for a in eqn.invars])[number]
         dim, every = need
@@ -270,8 +295,24 @@ class _Rows:
             self._read(atom, WHOLE if inner is None else (inner, every))
             for atom, inner in zip(eqn.invars, rule.dims, strict=True)
         ]
+        if ring is not None:
+            operands = self._on_ring(eqn, number, ring, operands)
         rows = self._chosen(every, self._unit(eqn.outvars[number], dim))
         return rule.run(long, operands, rows)[number]
+
+    def _on_ring(
+        self, eqn: Equation, number: int, ring: Ring, operands: Sequence[Value]
+    ) -> list[Value]:
+        """Return operands with the keys of a ring, also those that depend on no token."""
+        rule = self._plan.positions.rule(eqn, number, ring[0])
+        assert rule is not None
+        at = positions_in(ring[1], self._last)
+        return [
+            value
+            if dim is None or self._plan.positions.depends(atom)
+            else jnp.take(value, at, dim, mode="clip")
+            for value, atom, dim in zip(operands, eqn.invars, rule.dims, strict=True)
+        ]
 
     def _attend(self, attention: PromptAttention) -> Value:
         """Compute attention over a whole prompt; what its operations compute is not read then."""

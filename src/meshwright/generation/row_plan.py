@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
+from meshwright.generation.rings import Ring, find_rings
 from meshwright.generation.row_rules import RowRule
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
@@ -48,6 +49,8 @@ class RowPlan:
         fixed: those of them that are in the cache.
         prepared: weights and values made of weights alone, which are the same for all tokens and
             lengths.
+        windows: by value and dim that is summed over, how far back it is not masked; 0 if all is.
+        rings: values with keys of the last positions alone.
     """
 
     positions: Positions
@@ -57,11 +60,23 @@ class RowPlan:
     of_source: set[Var] = field(default_factory=set[Var])
     fixed: list[Var] = field(default_factory=list[Var])
     prepared: list[Var] = field(default_factory=list[Var])
+    windows: dict[tuple[Var, int], int] = field(default_factory=dict[tuple[Var, int], int])
+    rings: dict[Var, Ring] = field(default_factory=dict[Var, Ring])
 
     def need(self, atom: Atom, *needs: Need) -> None:
         """Note that something is needed of a value."""
         if not isinstance(atom, Literal):
             self.needs.setdefault(atom, set()).update(needs)
+
+    def look_back(self, eqn: Equation, atom: Atom, row: int, key: int, state: str) -> None:
+        """Raise unless later positions vanish where they are summed over; note the window."""
+        masked = self.positions.masked
+        if masked(atom, row, key) != state:
+            raise NotIncremental.by(eqn, LATER)
+        assert not isinstance(atom, Literal)
+        windows = sorted(self.positions.windows)
+        seen = (window for window in windows if masked(atom, row, key, window) == state)
+        self.windows[atom, key] = next(seen, 0)
 
 
 def plan_rows(
@@ -96,6 +111,8 @@ def plan_rows(
     if WHOLE in plan.needs.get(tokens, ()) or positions.chunk > 1:
         plan.kept[tokens] = 1
     _fix_source(plan, positions.jaxpr.invars[first:-1])
+    if positions.chunk == 1 and any(plan.windows.values()):
+        plan.rings = find_rings(plan)
     return plan
 
 
@@ -201,7 +218,7 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
         if rule.chunked:
             need = dim, True
             plan.need(variable, need)
-        _check_pairs(positions, eqn, rule)
+        _check_pairs(plan, eqn, rule)
         _need_rows(plan, eqn, rule, need)
 
 
@@ -223,9 +240,9 @@ def _carry(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     _need_rows(plan, eqn, rule, (0, True))
 
 
-def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
+def _check_pairs(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     """Raise if an operation over positions would see later ones."""
-    name = eqn.primitive.name
+    name, positions = eqn.primitive.name, plan.positions
     for atom, inner in zip(eqn.invars, rule.dims, strict=True):
         dims = positions.of(atom)
         if not dims:
@@ -240,13 +257,12 @@ def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
         other = [d for d in dims if d != inner]
         if name in _VANISHING and other and other[0] in eqn.params["axes"]:
             assert inner is not None
-            if positions.masked(atom, inner, other[0]) != _VANISHING[name]:
-                raise NotIncremental.by(eqn, LATER)
+            plan.look_back(eqn, atom, inner, other[0], _VANISHING[name])
     if name == "dot_general":
-        _check_product(positions, eqn, rule)
+        _check_product(plan, eqn, rule)
 
 
-def _check_product(positions: Positions, eqn: Equation, rule: RowRule) -> None:
+def _check_product(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     """Raise if a product sums over later positions."""
     side = rule.dims.index(None) ^ 1 if None in rule.dims else 0
     row, whole = eqn.invars[side], eqn.invars[side ^ 1]
@@ -255,6 +271,5 @@ def _check_product(positions: Positions, eqn: Equation, rule: RowRule) -> None:
     inner = rule.dims[side]
     assert inner is not None
     for mine, theirs in pairs:
-        summed = theirs in positions.of(whole) or mine in positions.of(row)
-        if summed and positions.masked(row, inner, mine) != "zero":
-            raise NotIncremental.by(eqn, LATER)
+        if theirs in plan.positions.of(whole) or mine in plan.positions.of(row):
+            plan.look_back(eqn, row, inner, mine, "zero")
