@@ -40,7 +40,7 @@ def run(arguments: Arguments, output: Output) -> int:
     # Files are read before the model is loaded.
     file = Path(arguments.flags.get("--file", ""))
     prompts = read_lines(file, _KEYS, _EXAMPLE) if "--file" in modes else []
-    done = _written(arguments) if "--file" in modes else {}
+    done = _written(arguments, output) if "--file" in modes else {}
     from meshwright.generation.generate import make_generator
     from meshwright.generation.text_settings import read_text_settings
 
@@ -222,7 +222,7 @@ def _settings_digest(generator: Any) -> str:
     return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
 
 
-def _written(arguments: Arguments) -> dict[int, Any]:
+def _written(arguments: Arguments, output: Output) -> dict[int, Any]:
     """Return the prompts whose samples are all written, and drop what a killed process left."""
     path = Path(arguments.flags.get("--out", ""))
     if not arguments.has("--out") or not path.exists():
@@ -237,7 +237,7 @@ def _written(arguments: Arguments) -> dict[int, Any]:
     samples = arguments.number("--samples", 1)
     whole = {number: lines for number, lines in found.items() if len(lines) == samples}
     kept = "".join(f"{line[-1]}\n" for lines in whole.values() for line in lines)
-    if kept != read_text(path):
+    if kept != read_text(path) and not output.silent:
         write_atomically(path, kept)
     return {number: lines[0][:2] for number, lines in whole.items()}
 
@@ -245,7 +245,7 @@ def _written(arguments: Arguments) -> dict[int, Any]:
 @contextmanager
 def _opened(arguments: Arguments, output: Output) -> Generator[Callable[[str], None]]:
     """Yield a function that writes text to --out at once, or to stdout without it."""
-    if not arguments.has("--out"):
+    if not arguments.has("--out") or output.silent:
         yield output.stream
         return
     path = Path(arguments.flags["--out"])

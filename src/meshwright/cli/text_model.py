@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
     """Load a model, and what its folder says about text."""
-    from meshwright.mesh.simulate import simulate_devices
+    from meshwright.launch.connect import connect_processes
 
-    if arguments.has("--simulate"):
-        simulate_devices(arguments.number("--simulate", 8, most=1024))
+    simulated = (
+        arguments.number("--simulate", 8, most=1024) if arguments.has("--simulate") else None
+    )
+    connect_processes(simulated)
     from meshwright.generation.text_settings import read_text_settings
     from meshwright.trainer.trained.load_model import load_model
 

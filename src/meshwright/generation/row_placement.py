@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -18,6 +19,7 @@ from meshwright.mesh.axes import BATCH_AXES, TENSOR, resolve_alias
 from meshwright.program.dims.classes import LeafLabel, find_dim_classes
 from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
 from meshwright.text.units import human_bytes
+from meshwright.trees import from_key_data, key_data
 
 FREE_SHARE = 0.7
 """The share of a device's memory that gathered weights may take; caches and logits need some."""
@@ -80,7 +82,7 @@ class RowPlacement:
     def put(self, tree: Tree) -> Tree:
         """Return arrays of the host on every device."""
         where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        return jax.device_put(tree, where)
+        return jax.tree.map(lambda array: _put(array, where), tree)
 
     def place(self, model: SplitModel, dtype: Any = None) -> tuple[list[Array], str]:
         """Return a model's weights gathered over all axes but tensor, and cast.
@@ -102,7 +104,7 @@ class RowPlacement:
         if self.mesh is not None:
             devices = set(self.mesh.devices.flat)
             elsewhere = any(w.sharding.device_set != devices for w in weights)
-            placed = jax.device_put(weights, shardings) if elsewhere else weights
+            placed = list(map(_put, weights, shardings)) if elsewhere else weights
         if any(_changes(*each) for each in zip(placed, dtypes, shardings, strict=True)):
             placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
         return placed, remark
@@ -166,6 +168,15 @@ def tensor_dims(model: SplitModel, size: int) -> list[int]:
     check_tensor_size(classes, choice)
     found = [choice.dim_of(str(n)) for n in range(len(labels))]
     return [-1 if dim is None else dim for dim in found]
+
+
+def _put(value: Any, sharding: NamedSharding | None) -> Array:
+    """Return a value on devices, also on those of other processes that have the same value."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    data = np.asarray(key_data(value))
+    made = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
+    return from_key_data(made, value.dtype)
 
 
 def _spec_on(mesh: Mesh, sharding: Any) -> Any:
