@@ -157,6 +157,28 @@ def _with_row(cache: Array, row: Array, position: Array, dim: int, *, divided: b
     return put(cache, row.squeeze(dim))
 
 
+def _plain_product(eqn: Equation, left: Value, stored: Value, order: Sequence[int]) -> Value | None:
+    """Return a product with keys or values as the cache has them, if that is of a plain form.
+
+    In that form, dims of a batch come first, and each operand has one dim that is summed and one
+    that is not. XLA would bring any other product into it, with a transposed copy of the cache.
+    """
+    (sums, other_sums), (batch, other_batch) = eqn.params["dimension_numbers"]
+    places = [order.index(d) for d in (*other_batch, *other_sums)]
+    count = len(batch)
+    if places[:count] != [*range(count)] or len(order) != count + 2 or len(sums) != 1:
+        return None
+    free = [d for d in range(left.ndim) if d not in (*batch, *sums)]
+    moved = jnp.transpose(left, (*batch, *free, *sums))
+    leading = moved.shape[:-1]
+    moved = moved.reshape(*leading[:count], -1, moved.shape[-1])
+    both = tuple(range(count))
+    numbers = ((count + 1,), tuple(places[count:])), (both, both)
+    params = {**eqn.params, "dimension_numbers": numbers}
+    (product,) = bind(eqn.replace(params=params), [moved, stored])
+    return product.reshape(*leading, product.shape[-1])
+
+
 class _Rows:
     """One evaluation of new rows; variables are those of the short program."""
 
@@ -297,6 +319,12 @@ class _Rows:
         ]
         if ring is not None:
             operands = self._on_ring(eqn, number, ring, operands)
+        if eqn.primitive.name == "dot_general" and self._cache is not None:
+            key = eqn.invars[1]
+            if isinstance(key, Var) and key in self._plan.kept and rule.dims[1] is None:
+                found = _plain_product(eqn, operands[0], self._new[key], self._decoder.orders[key])
+                if found is not None:
+                    return found
         rows = self._chosen(every, self._unit(eqn.outvars[number], dim))
         return rule.run(long, operands, rows)[number]
 
