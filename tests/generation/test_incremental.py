@@ -49,7 +49,7 @@ def largest_difference(model, vocabulary, length, source=(), mesh=None, kernel="
     placement = RowPlacement(mesh)
     if mesh is not None:
         split = split_model(sharded(model, mesh), source=source)
-        split = replace(split, weights=placement.place(split)[0])
+        split = replace(split, weights=placement.place(split)[1])
     decoder = make_decoder(split, length, divided=placement.divides_weights, kernel=kernel)
     weights = decoder.prepare(split.weights)
     assert not decoder.reason

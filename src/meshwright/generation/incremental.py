@@ -12,7 +12,7 @@ from jax import Array
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.prompt_attention import PromptAttention
 from meshwright.generation.rings import Ring, positions_in
-from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
+from meshwright.generation.row_plan import WHOLE, Need, num_bytes, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows
 from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
 from meshwright.generation.traced_decoder import TracedDecoder
@@ -66,6 +66,15 @@ class IncrementalDecoder:
         self._make = jax.jit(self._evaluate)
         self.orders = {v: stored_order(self.plan, v, dim) for v, dim in self.plan.kept.items()}
         """By kept variable, the order of its dims in the cache."""
+
+    @property
+    def extra_bytes(self) -> tuple[int, int]:
+        """What is made of weights, and the cache of a row; see `TokenDecoder`."""
+        unit, rows = self.plan.positions.unit, 0
+        for variable, dim in self.plan.kept.items():
+            _, length = self.plan.rings.get(variable, (dim, self.length // unit(variable, dim)))
+            rows += num_bytes(variable) // aval_of(variable).shape[dim] * length
+        return sum(map(num_bytes, self._made)), rows
 
     def prepare(self, weights: Weights) -> Weights:
         """Compute what all tokens share; see `TokenDecoder`."""

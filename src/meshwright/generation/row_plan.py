@@ -140,7 +140,7 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
     if len(dims) != 1:
         raise NotIncremental.by(eqn, "needs all pairs of positions" if dims else "")
     rule = positions.rule(eqn, number, dims[0])
-    moves = _smallest_source(positions, variable) < _num_bytes(variable)
+    moves = _smallest_source(positions, variable) < num_bytes(variable)
     if rule is None or (rule.whole and positions.lookahead(variable, dims[0]) > 0):
         raise NotIncremental.by(eqn)
     if moves or rule.whole:
@@ -152,7 +152,7 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
 
 def _smallest_source(positions: Positions, variable: Var) -> int:
     """Return the bytes of the smallest value that this one is only moved or repeated from."""
-    size, atom = _num_bytes(variable), variable
+    size, atom = num_bytes(variable), variable
     while atom in positions.made:
         eqn, _ = positions.made[atom]
         source = eqn.invars[0] if eqn.invars else None
@@ -161,11 +161,12 @@ def _smallest_source(positions: Positions, variable: Var) -> int:
         if len(positions.of(source)) != 1:
             break
         atom = source
-        size = min(size, _num_bytes(atom))
+        size = min(size, num_bytes(atom))
     return size
 
 
-def _num_bytes(variable: Var) -> int:
+def num_bytes(variable: Var) -> int:
+    """Return the bytes of a variable's value."""
     aval = aval_of(variable)
     return math.prod(aval.shape) * aval.dtype.itemsize
 
