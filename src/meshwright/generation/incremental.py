@@ -11,7 +11,7 @@ from jax import Array
 
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.prompt_attention import PromptAttention
-from meshwright.generation.rings import Ring, positions_in
+from meshwright.generation.rings import Ring, find_rings, positions_in
 from meshwright.generation.row_plan import WHOLE, Need, num_bytes, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows
 from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
@@ -55,26 +55,29 @@ class IncrementalDecoder:
         longer = traced.of_length(min(length, MASKED) if traced.chunk == 1 else length)
         positions = Positions(traced.short, traced.chunk, longer)
         self.plan = plan_rows(positions, of_weights, traced.num_sources)
+        self.rings = find_rings(self.plan) if traced.chunk == 1 else {}
         try:
-            for size in {size for _, size in self.plan.rings.values()}:
-                traced.of_length(size)
+            self.of_ring = {n: traced.like(n) for n in {size for _, size in self.rings.values()}}
         except NotIncremental:
-            self.plan.rings.clear()
+            self.rings = {}
         inputs = traced.short.jaxpr.invars
         self.sources = inputs[-1 - traced.num_sources : -1]
         self._made = [v for v in self.plan.prepared if v not in set(inputs)]
         self._make = jax.jit(self._evaluate)
         self.orders = {v: stored_order(self.plan, v, dim) for v, dim in self.plan.kept.items()}
         """By kept variable, the order of its dims in the cache."""
+        self.lengths = {
+            v: self.rings[v][1] if v in self.rings else length // positions.unit(v, dim)
+            for v, dim in self.plan.kept.items()
+        }
+        """By kept variable, how many positions, or chunks of them, the cache has."""
 
     @property
     def extra_bytes(self) -> tuple[int, int]:
         """What is made of weights, and the cache of a row; see `TokenDecoder`."""
-        unit, rows = self.plan.positions.unit, 0
-        for variable, dim in self.plan.kept.items():
-            _, length = self.plan.rings.get(variable, (dim, self.length // unit(variable, dim)))
-            rows += num_bytes(variable) // aval_of(variable).shape[dim] * length
-        return sum(map(num_bytes, self._made)), rows
+        kept = self.plan.kept.items()
+        each = [num_bytes(v) // aval_of(v).shape[dim] * self.lengths[v] for v, dim in kept]
+        return sum(map(num_bytes, self._made)), sum(each)
 
     def prepare(self, weights: Weights) -> Weights:
         """Compute what all tokens share; see `TokenDecoder`."""
@@ -131,12 +134,8 @@ class IncrementalDecoder:
 
     def _with_room(self, kept: Sequence[Array]) -> list[Array]:
         """Return the cache of prompts with room for what is to come."""
-        unit, found = self.plan.positions.unit, list[Array]()
-        for value, (variable, dim) in zip(kept, self.plan.kept.items(), strict=True):
-            place = self.orders[variable].index(dim) + 1
-            _, length = self.plan.rings.get(variable, (dim, self.length // unit(variable, dim)))
-            found.append(_lengthened(value, place, length))
-        return found
+        places = [self.orders[v].index(dim) + 1 for v, dim in self.plan.kept.items()]
+        return list(map(_lengthened, kept, places, self.lengths.values()))
 
 
 def _lengthened(value: Array, dim: int, length: int) -> Array:
@@ -245,8 +244,8 @@ class _Rows:
 
     def _last_of(self, variable: Var) -> Value:
         """Return what the cache has of a value that was computed for a whole prompt."""
-        value, (dim, size) = self._new[variable], self._plan.rings.get(variable, (0, 2**31))
-        place = self._decoder.orders[variable].index(dim)
+        value, size = self._new[variable], self._decoder.lengths[variable]
+        place = self._decoder.orders[variable].index(self._plan.kept[variable])
         if value.shape[place] <= size:
             return value
         return jnp.take(value, positions_in(size, self._last), place, mode="clip")
@@ -281,8 +280,8 @@ class _Rows:
         else:
             before = self._cache["rows"][list(self._plan.kept).index(variable)]
         start = self._rows.chunks(self._unit(variable, self._plan.kept[variable])).start
-        if self._cache is not None and variable in self._plan.rings:
-            start = start % self._plan.rings[variable][1]
+        if self._cache is not None and variable in self._decoder.rings:
+            start = start % self._decoder.lengths[variable]
         if self._cache is not None and self._rows.count == 1:
             new = _with_row(before, row, start, dim, divided=self._decoder.traced.divided)
         else:
@@ -312,10 +311,10 @@ class _Rows:
         return self._plan.positions.unit(atom, dim)
 
     def _compute(self, eqn: Equation, long: Equation, number: int, need: Need) -> Value:
-        ring = None if self._cache is None else self._plan.rings.get(eqn.outvars[number])
+        ring = None if self._cache is None else self._decoder.rings.get(eqn.outvars[number])
         if ring is not None:
             # A program as long as the ring says what shapes there are.
-            long = self._decoder.traced.like(eqn, ring[1])
+            long = self._decoder.of_ring[ring[1]][id(eqn)]
         if need == WHOLE:
             return bind(long, [self._read(a, WHOLE) for a in eqn.invars])[number]
         dim, every = need

@@ -28,11 +28,11 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Var,
     aval_of,
-    bind,
     name_stack,
     scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
+from meshwright.trees import is_key
 
 _ZERO_TO_ZERO = primitives(
     """
@@ -221,23 +221,11 @@ class Positions:
 
     def _spans(self, atom: Atom, row: int, key: int) -> Sequence[Span] | None:
         """Return `mask_spans` of a value in the longer program; None if it is no constant."""
-        if isinstance(atom, Literal) or atom not in self.made:
+        program = self._program(atom, self._longer)
+        if program is None:
             return None
-        eqns, longer = self._longer.jaxpr.eqns, self._longer.jaxpr
-        eqn, number = self.made[atom]
-        variable = eqns[self._numbers[id(eqn)]].outvars[number]
-        needed = needed_equations(eqns, [variable])
-        known = dict(zip(longer.constvars, self._longer.consts, strict=True))
-        if not inputs_of(needed) <= known.keys():
-            return None
-
-        def run() -> Any:
-            values = dict(known)
-            Evaluator().extend(values, needed)
-            return values[variable]
-
-        spans = mask_spans(jax.make_jaxpr(run)(), row, key)
-        most = aval_of(variable).shape[key]
+        spans = mask_spans(program, row, key)
+        most = program.out_avals[0].shape[key]
         self.windows |= {span.most + 1 for span in spans if 0 <= span.most < most - 1}
         return spans
 
@@ -277,23 +265,34 @@ class Positions:
         """Return a value that depends on neither tokens nor weights; None if it does."""
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
-        if atom in self._constants:
-            return self._constants[atom]
-        value = None
-        if atom in self.made:
-            value = self._evaluate(*self.made[atom])
-        elif atom in self.jaxpr.constvars:
-            value = np.asarray(self.closed.consts[list(self.jaxpr.constvars).index(atom)])
-        self._constants[atom] = value
-        return value
+        if atom not in self._constants:
+            program = self._program(atom, self.closed)
+            with jax.ensure_compile_time_eval():
+                value = None if program is None else Evaluator().run(program, [])[0]
+            self._constants[atom] = None if value is None else np.asarray(value)
+        return self._constants[atom]
 
-    def _evaluate(self, eqn: Equation, number: int) -> np.ndarray | None:
-        if self.depends(eqn.outvars[number]):
+    def _program(self, atom: Atom, closed: ClosedJaxpr) -> ClosedJaxpr | None:
+        """Return what computes a constant, in this program or a longer one; None if it is none."""
+        if isinstance(atom, Literal) or is_key(aval_of(atom)):
             return None
-        operands = [self.constant(a) for a in eqn.invars]
-        if any(value is None for value in operands) or "key" in str(aval_of(eqn.outvars[0]).dtype):
+        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        if atom in self.made:
+            eqn, number = self.made[atom]
+            variable = closed.jaxpr.eqns[self._numbers[id(eqn)]].outvars[number]
+        elif atom in self.jaxpr.constvars:
+            variable = closed.jaxpr.constvars[self.jaxpr.constvars.index(atom)]
+        else:
             return None
-        return np.asarray(bind(eqn, operands)[number])
+        needed = needed_equations(closed.jaxpr.eqns, [variable])
+        if not inputs_of(needed) <= known.keys():
+            return None
+
+        def run() -> Any:
+            Evaluator().extend(known, needed)
+            return known[variable]
+
+        return jax.make_jaxpr(run)()
 
     def carried(self, eqn: Equation) -> bool:
         """Whether an equation is a loop over positions with a state that begins without tokens."""

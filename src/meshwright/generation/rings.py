@@ -6,15 +6,13 @@ masked wherever those are summed over, the last positions are enough: p is at p 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from meshwright.generation.row_plan import RowPlan
 from meshwright.program.jaxpr.equations import Equation, Var
-
-if TYPE_CHECKING:
-    from meshwright.generation.row_plan import RowPlan
 
 Ring = tuple[int, int]
 """A dim of keys, and how many of the last positions it has."""
@@ -79,7 +77,7 @@ class _Rings:
 def find_rings(plan: RowPlan) -> dict[Var, Ring]:
     """Return, by variable that has keys of the last positions alone, their dim and number."""
     rings = _Rings(plan)
-    for eqn in plan.positions.jaxpr.eqns:
+    for eqn in plan.positions.jaxpr.eqns if any(plan.windows.values()) else ():
         for number, variable in enumerate(eqn.outvars):
             for row, _ in plan.needs.get(variable, ()):
                 if row >= 0 or variable not in plan.kept:

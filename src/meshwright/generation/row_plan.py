@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
-from meshwright.generation.rings import Ring, find_rings
 from meshwright.generation.row_rules import RowRule
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
@@ -50,7 +49,6 @@ class RowPlan:
         prepared: weights and values made of weights alone, which are the same for all tokens and
             lengths.
         windows: by value and dim that is summed over, how far back it is not masked; 0 if all is.
-        rings: values with keys of the last positions alone.
     """
 
     positions: Positions
@@ -61,7 +59,6 @@ class RowPlan:
     fixed: list[Var] = field(default_factory=list[Var])
     prepared: list[Var] = field(default_factory=list[Var])
     windows: dict[tuple[Var, int], int] = field(default_factory=dict[tuple[Var, int], int])
-    rings: dict[Var, Ring] = field(default_factory=dict[Var, Ring])
 
     def need(self, atom: Atom, *needs: Need) -> None:
         """Note that something is needed of a value."""
@@ -111,8 +108,6 @@ def plan_rows(
     if WHOLE in plan.needs.get(tokens, ()) or positions.chunk > 1:
         plan.kept[tokens] = 1
     _fix_source(plan, positions.jaxpr.invars[first:-1])
-    if positions.chunk == 1 and any(plan.windows.values()):
-        plan.rings = find_rings(plan)
     return plan
 
 

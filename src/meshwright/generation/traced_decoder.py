@@ -86,7 +86,6 @@ class TracedDecoder:
             raise NotIncremental(f"{length} tokens are too few to tell positions from other dims")
         self.short = self._trace(short, Loops(short, self._loops, chunk=chunk))
         self._programs: dict[int, ClosedJaxpr] = {}
-        self._numbers: dict[int, int] = {}
 
     def of_length(self, length: int) -> ClosedJaxpr:
         """Return the program for a length; raises `NotIncremental` if it is another one."""
@@ -96,11 +95,10 @@ class TracedDecoder:
             self._programs[length] = program
         return self._programs[length]
 
-    def like(self, eqn: Equation, length: int) -> Equation:
-        """Return an equation of the short program as it is in that of a length."""
-        if not self._numbers:
-            self._numbers = {id(each): n for n, each in enumerate(self.short.jaxpr.eqns)}
-        return self.of_length(length).jaxpr.eqns[self._numbers[id(eqn)]]
+    def like(self, length: int) -> dict[int, Equation]:
+        """Return, by `id` of an equation of the short program, that of a length."""
+        eqns = self.of_length(length).jaxpr.eqns
+        return dict(zip(map(id, self.short.jaxpr.eqns), eqns, strict=True))
 
     def attention(self, length: int) -> dict[Var, PromptAttention]:
         """Return, by variable of the short program, what kernels compute in that of a length."""
