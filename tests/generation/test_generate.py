@@ -1,5 +1,7 @@
 """Generation: the tokens of a plain loop, whatever the batch, padding, chunk or mesh."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,11 @@ from flax import nnx
 
 import meshwright as mw
 from meshwright.errors import UserError
-from meshwright.generation import token_programs
+from meshwright.generation import row_placement, token_programs
 from meshwright.generation.generate import generate, make_generator
 from meshwright.generation.sampling import Draws, Sampling, choose
 from meshwright.models.gpt import GPT
+from meshwright.models.llama3 import Llama3
 
 TOKENS, CONTEXT = 32, 48
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], [5, 5], [30, 1, 12, 7], [2, 4]]
@@ -120,6 +123,54 @@ def test_a_row_is_the_same_on_any_mesh(model, sampled, mesh):
     with jax.enable_x64(True):
         got = generate(model, PROMPTS, max_new_tokens=20, mesh=mesh, **SAMPLED)
     assert got.tokens == [tokens for tokens, _ in sampled]
+
+
+MEMORY = {
+    # How much memory there is, in sizes of the weights, how many prompts, and what is said.
+    "joined": (4.0, 6, ""),
+    "gathered": (1.45, 6, ""),
+    "divided": (0.9, 6, "the weights stay divided over all devices, which is slower: gathered"),
+    "fewer rows": (0.9, 600, r"600 rows of 32 tokens do not fit\n(.|\n)*write batch_size=\d+"),
+    "nothing": (0.1, 6, r"6 rows of 32 tokens do not fit\n(.|\n)*use more devices"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MEMORY)
+def test_weights_that_do_not_fit_are_divided_or_refused(name, monkeypatch):
+    share, count, says = MEMORY[name]
+    model = Llama3(
+        vocab_size=TOKENS, context_length=32, num_blocks=2, hidden_size=64, num_heads=8,
+        num_kv_heads=8, head_dim=8, mlp_size=128, rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    expected = generate(model, PROMPTS, max_new_tokens=20)
+    for module in (row_placement, token_programs):
+        monkeypatch.setattr(module, "device_memory", lambda mesh: share * size)
+    prompts = [PROMPTS[n % 6] for n in range(count)]
+    settings = {"max_new_tokens": 20, "mesh": "fsdp=8", "batch_size": 1024}
+    if "do not fit" in says:
+        with pytest.raises(UserError, match=says) as refused:
+            generate(model, prompts, **settings)
+        if found := re.search(r"batch_size=(\d+)", str(refused.value)):
+            programs = fitting_for(model, settings["mesh"], rows=int(found[1]))
+            assert not programs.placement.gathered
+        return
+    token_programs._kept.clear()
+    got = generate(model, prompts, **settings)
+    programs = list(token_programs._kept.values())[-1]
+    assert got.tokens == expected.tokens
+    assert says in str(got)
+    assert (programs.placement.gathered, programs.placement.joins) == (
+        name != "divided",
+        name != "gathered",
+    )
+
+
+def fitting_for(model, mesh, rows):
+    made = make_generator(model, max_new_tokens=20, mesh=mesh)
+    given = made.model, 32, made.placement, TOKENS, rows
+    return token_programs.fitting_programs(*given)
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.recipe import make_model_source
 
 LENGTH, PROMPT = 24, 12
-EVERY_DAY = ("written_out", "flax", "lstm", "without_padding", "chunks")
+EVERY_DAY = ("window", "flax", "lstm", "without_padding", "chunks")
 FULL = ("chunks_state", "chunks_decay", "fourier", "sorted")
 
 
@@ -49,7 +49,7 @@ def largest_difference(model, vocabulary, length, source=(), mesh=None, kernel="
     placement = RowPlacement(mesh)
     if mesh is not None:
         split = split_model(sharded(model, mesh), source=source)
-        split = replace(split, weights=placement.place(split)[0])
+        split = replace(split, weights=placement.place(split)[1])
     decoder = make_decoder(split, length, divided=placement.divides_weights, kernel=kernel)
     weights = decoder.prepare(split.weights)
     assert not decoder.reason
@@ -105,6 +105,17 @@ def test_cached_logits_equal_those_of_whole_rows(name):
     assert largest_difference(model, VOCABULARY, LENGTH) < 1e-13
 
 
+def test_a_window_bounds_the_cache():
+    model = make_model_source(validate(compose_config(["model=gemma3_tiny", "model.num_blocks=2"])))
+    split = split_model(nnx.eval_shape(lambda: model(nnx.Rngs(0))))
+    decoder = make_decoder(split, 128)
+    weights = jax.eval_shape(decoder.prepare, split.weights)
+    given = np.ones((3, 40), np.int32), np.full(3, 40)
+    _, cache = jax.eval_shape(decoder.start, weights, *given)
+    # Keys and values; every second block sees all positions, the others 16.
+    assert [each.shape[3] for each in cache["rows"]] == [128, 128, 16, 16]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.full) if n in FULL else n for n in RECOMPUTED]
 )
@@ -156,7 +167,7 @@ class Widened(nnx.Module):
 
 
 TEN = ("flax", "written_out", "rotary_table", "alibi", "softcap", "compressed", "chunks", "lstm",
-       "parallel", "translator")  # fmt: skip
+       "parallel", "translator", "window")  # fmt: skip
 MESHES = ("data=8", "fsdp=4,tensor=2", "pipe=2,data=4")
 
 

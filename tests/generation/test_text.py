@@ -2,6 +2,10 @@
 
 import itertools
 import json
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -9,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import GPT2, copy_folder
+from hf_folders import GPT2, change_config, copy_folder
 from tokenizer_folders import make_folder
 
 import meshwright as mw
@@ -191,6 +195,25 @@ def call(capfd, *words):
 
 
 @pytest.mark.full
+def test_eval_computes_in_the_format_of_the_folder(tmp_path, capfd):
+    folder, text = copy_folder("gpt2", tmp_path / "f"), tmp_path / "text.txt"
+    change_config(folder, dtype="bfloat16")
+    text.write_text("the mesh of the model")
+    tokens = read_text_settings(folder).tokenizer.encode(text.read_text())
+    exact = score_documents(mw.load_model(folder), [np.array(tokens)], length=16).nats
+    found = {}
+    for words in ((), ("--dtype", "float32")):
+        code, out, err = call(capfd, "eval", folder, text, "--json", *words)
+        assert code == 0, err
+        result = json.loads(out)
+        found[result["dtype"]] = result["nats"]
+        assert (f"computing in bfloat16, as {folder} says" in err) == (not words)
+    assert found["float32"] == pytest.approx(exact, rel=1e-6)
+    assert found["bfloat16"] == pytest.approx(exact, rel=0.02)
+    assert found["bfloat16"] != found["float32"]
+
+
+@pytest.mark.full
 def test_a_file_is_continued_and_what_is_written_is_kept(tmp_path, capfd):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": "the"}, {"tokens": [5, 6]}, {"prompt": "mesh"}]
@@ -215,6 +238,35 @@ def test_a_file_is_continued_and_what_is_written_is_kept(tmp_path, capfd):
     code, _, err = call(capfd, *words)
     assert code == 2
     assert "was written for other prompts" in err
+
+
+@pytest.mark.full
+def test_two_processes_generate_and_score_as_one_does(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the"}\n{"tokens": [5, 6]}\n{"prompt": "mesh"}\n')
+    words = ["--file", str(prompts), "--temperature", "1", "--max-new-tokens", "6", "--batch-size"]
+    words = ["generate", str(GPT2), *words, "2"]
+    (tmp_path / "text.txt").write_text("the mesh of the model")
+    score = ["eval", str(GPT2), str(tmp_path / "text.txt"), "--json"]
+    launched = ["launch", "--nprocs", "2", "--devices-per-process", "2", "--"]
+    found = []
+    for number, (before, mesh) in enumerate((([], []), (launched, ["--mesh", "data=2,tensor=2"]))):
+        out = tmp_path / f"{number}.jsonl"
+        for command in ([*words, "--out", str(out)], score):
+            done = subprocess.run(
+                [sys.executable, "-m", "meshwright", *before, *command, *mesh],
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+        written = [json.loads(line)["tokens"] for line in out.read_text().splitlines()]
+        nats = re.search(r'"nats": ([0-9.]+)', done.stdout)
+        found.append((written, float(nats[1])))
+    assert len(found[0][0]) == 3
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
 
 
 BAD = {

@@ -21,7 +21,7 @@ def decoded_collectives(model):
     """Return the collectives of a compiled program that adds tokens to each row."""
     split, method = split_model(model), Sampling().method
     placement = placement_of([], mw.build_mesh(SIZES))
-    weights, _ = placement.place(split)
+    _, weights, _ = placement.place(split)
     # A loaded model's weights are divided over tensor, all but norms.
     held = [w.addressable_shards[0].data.nbytes for w in weights]
     assert held == [w.nbytes // (SIZES["tensor"] if w.ndim > 1 else 1) for w in weights]

@@ -66,6 +66,7 @@ class Command:
 _SHARE = Flag("--memory-share", "share of a device's memory that a plan may use (default 0.9)", "S")
 
 _MODEL = (
+    Flag("--dtype", "number format (default: that of the run or folder)", "NAME"),
     Flag("--mesh", "where to run, such as data=8 or fsdp=4,tensor=2", "SIZES"),
     Flag("--simulate", "run on N virtual CPU devices", "N"),
     Flag("--step", "which checkpoint (default: the newest)", "N"),
@@ -229,7 +230,6 @@ COMMANDS = {
                 Flag("--samples", "continuations of each prompt (default 1)", "N"),
                 Flag("--seed", "seed of what is drawn, with --temperature (default 0)", "N"),
                 Flag("--batch-size", "rows at a time (default 64)", "N"),
-                Flag("--dtype", "number format (default: that of the run or folder)", "NAME"),
                 *_MODEL,
             ),
             usage='RUN|FOLDER --prompt "…" [flags]',

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.cli.reward_eval import run_with_rewards
-from meshwright.cli.text_model import open_model, read_lines, read_text
+from meshwright.cli.text_model import number_format, open_model, read_lines, read_text
 from meshwright.errors import ExitCode
 from meshwright.runtime.activity import activity
 
@@ -27,9 +27,9 @@ def run(arguments: Arguments, output: Output) -> int:
     from meshwright.generation.text_scores import score_documents
 
     model, settings = open_model(arguments, path)
-    mesh = arguments.flags.get("--mesh")
+    mesh, dtype = arguments.flags.get("--mesh"), number_format(arguments, output, settings, path)
     # It checks the model, and places it.
-    made = make_generator(model, tokenizer=settings, max_new_tokens=1, mesh=mesh)
+    made = make_generator(model, tokenizer=settings, max_new_tokens=1, mesh=mesh, dtype=dtype)
     tokens = [made.check(number, each, whole=False) for number, each in enumerate(documents)]
     context = made.room(arguments.number("--window", LONGEST, most=UNLIMITED))
     length = arguments.number("--window", min(context, LONGEST), most=context, least=2)
@@ -44,7 +44,8 @@ def run(arguments: Arguments, output: Output) -> int:
             num_bytes=sum(map(len, texts)) if len(texts) == len(documents) else None,
             placement=made.placement,
         )
-    output.result({**score.to_json(), "window": length}, text=str(score))
+    found = {**score.to_json(), "window": length, "dtype": dtype or "float32"}
+    output.result(found, text=str(score))
     return ExitCode.DONE
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.cli.text_model import decimal, open_model, read_lines, read_text
+from meshwright.cli.text_model import decimal, number_format, open_model, read_lines, read_text
 from meshwright.errors import ExitCode, UserError
 from meshwright.runtime.activity import activity
 from meshwright.text.json_text import parse_json, write_atomically
@@ -40,7 +40,7 @@ def run(arguments: Arguments, output: Output) -> int:
     # Files are read before the model is loaded.
     file = Path(arguments.flags.get("--file", ""))
     prompts = read_lines(file, _KEYS, _EXAMPLE) if "--file" in modes else []
-    done = _written(arguments) if "--file" in modes else {}
+    done = _written(arguments, output) if "--file" in modes else {}
     from meshwright.generation.generate import make_generator
     from meshwright.generation.text_settings import read_text_settings
 
@@ -59,13 +59,11 @@ def run(arguments: Arguments, output: Output) -> int:
         seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
         batch_size=arguments.number("--batch-size", 64, most=2**20),
         mesh=arguments.flags.get("--mesh"),
-        dtype=arguments.flags.get("--dtype", settings.dtype),
+        dtype=number_format(arguments, output, settings, path),
         **_sampling(arguments),
     )
     for remark in generator.remarks:
         output.say(remark)
-    if settings.dtype and not arguments.has("--dtype"):
-        output.say(f"computing in {settings.dtype}, as {path} says; --dtype chooses another format")
     if arguments.has("--seed") and generator.sampling.greedy:
         output.say("--seed changes nothing: nothing is drawn without --temperature, such as 1")
     if "--file" in modes:
@@ -220,7 +218,7 @@ def _tokens(generator: Any, settings: Any, prompt: Any) -> Any:
     return prompt.get("prompt", prompt.get("tokens"))
 
 
-def _written(arguments: Arguments) -> dict[int, Any]:
+def _written(arguments: Arguments, output: Output) -> dict[int, Any]:
     """Return the prompts whose samples are all written, and drop what a killed process left."""
     path = Path(arguments.flags.get("--out", ""))
     if not arguments.has("--out") or not path.exists():
@@ -235,7 +233,7 @@ def _written(arguments: Arguments) -> dict[int, Any]:
     samples = arguments.number("--samples", 1)
     whole = {number: lines for number, lines in found.items() if len(lines) == samples}
     kept = "".join(f"{line[-1]}\n" for lines in whole.values() for line in lines)
-    if kept != read_text(path):
+    if kept != read_text(path) and not output.silent:
         write_atomically(path, kept)
     return {number: lines[0][:2] for number, lines in whole.items()}
 
@@ -243,7 +241,7 @@ def _written(arguments: Arguments) -> dict[int, Any]:
 @contextmanager
 def _opened(arguments: Arguments, output: Output) -> Generator[Callable[[str], None]]:
     """Yield a function that writes text to --out at once, or to stdout without it."""
-    if not arguments.has("--out"):
+    if not arguments.has("--out") or output.silent:
         yield output.stream
         return
     path = Path(arguments.flags["--out"])

@@ -119,7 +119,8 @@ def _print(text: str) -> int:
 
 def _run(arguments: Arguments, output: Output) -> int:
     if not arguments.command.composes:
-        return int(importlib.import_module(arguments.command.module).run(arguments, output))
+        module = importlib.import_module(arguments.command.module)
+        return _disconnected(int(module.run(arguments, output)))
     if arguments.has("--multirun"):
         from meshwright.cli.multirun import run_sweep
 
@@ -138,7 +139,11 @@ def _run(arguments: Arguments, output: Output) -> int:
 
             start_devices()
         module = importlib.import_module(arguments.command.module)
-    code = int(module.run(request))
+    return _disconnected(int(module.run(request)))
+
+
+def _disconnected(code: int) -> int:
+    """Leave the other processes after a command that has done its work."""
     if code == ExitCode.DONE:
         from meshwright.launch.connect import disconnect_processes
 

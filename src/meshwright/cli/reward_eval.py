@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.cli.text_model import decimal, open_model, read_lines
+from meshwright.cli.text_model import decimal, number_format, open_model, read_lines
 from meshwright.errors import ExitCode, UserError, did_you_mean
 from meshwright.runtime.activity import activity
 from meshwright.text.units import counted
@@ -46,6 +46,7 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
         seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
         batch_size=arguments.number("--batch-size", 256, most=2**20),
         mesh=arguments.flags.get("--mesh"),
+        dtype=number_format(arguments, output, settings, path),
         stop_tokens=ends_of(settings.stop_tokens, settings.tokenizer),
         **PRESETS[preset],
     )

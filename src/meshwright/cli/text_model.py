@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.arguments import Arguments
+from meshwright.cli.output import Output
 from meshwright.errors import UserError
 from meshwright.runtime.activity import activity
 from meshwright.text.json_text import parse_json
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
     """Load a model, and what its folder says about text."""
-    from meshwright.mesh.simulate import simulate_devices
+    from meshwright.launch.connect import connect_processes
 
-    if arguments.has("--simulate"):
-        simulate_devices(arguments.number("--simulate", 8, most=1024))
+    simulated = (
+        arguments.number("--simulate", 8, most=1024) if arguments.has("--simulate") else None
+    )
+    connect_processes(simulated)
     from meshwright.generation.text_settings import read_text_settings
     from meshwright.trainer.trained.load_model import load_model
 
@@ -30,6 +33,15 @@ def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
     with activity(f"loading {path}"):
         model = load_model(path, step=step, which=which, ema=arguments.has("--ema"))
     return model, read_text_settings(Path(path))
+
+
+def number_format(
+    arguments: Arguments, output: Output, settings: TextSettings, path: str
+) -> str | None:
+    """Return what to compute in; if a run or a folder decides, say so. None is float32."""
+    if settings.dtype and not arguments.has("--dtype"):
+        output.say(f"computing in {settings.dtype}, as {path} says; --dtype chooses another format")
+    return arguments.flags.get("--dtype", settings.dtype)
 
 
 def _check_folder(path: Path) -> None:

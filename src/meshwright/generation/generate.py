@@ -42,7 +42,7 @@ from meshwright.generation.token_loop import (
     length_bucket,
     of_one_length,
 )
-from meshwright.generation.token_programs import token_programs
+from meshwright.generation.token_programs import fitting_programs
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.runtime.activity import activity
@@ -173,12 +173,13 @@ class Generator:
         ]
         watch = TextWatch(self.text, self.stops, self.sampling.stop_tokens, on_piece)
         chunk = chunk or (CHUNK if on_piece is None else STREAMED_CHUNK)
-        where = self.placement, self.vocabulary
         programs, weights = None, self.model.weights
         for some in batches(rows, self.batch_size):
             need = max(len(row.prompt.tokens) + row.limit for row in some)
             last, length = programs, length_bucket(need, most)
-            programs = token_programs(self.model, length, *where)
+            programs = fitting_programs(
+                self.model, length, self.placement, self.vocabulary, len(some)
+            )
             if programs is not last:
                 weights = programs.decoder.prepare(self.model.weights)
             if programs.decoder.reason:
@@ -375,7 +376,7 @@ def make_generator(
     if placement.divides_weights:
         # A model that is no decoder is refused before its program is looked at.
         vocabulary_of(split, min(8, context))
-    weights, remark = placement.place(split, dtype)
+    placement, weights, remark = placement.place(split, dtype)
     return Generator(
         model=replace(split, weights=weights),
         sampling=chosen,

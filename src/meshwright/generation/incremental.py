@@ -11,7 +11,8 @@ from jax import Array
 
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.prompt_attention import PromptAttention
-from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
+from meshwright.generation.rings import Ring, find_rings, positions_in
+from meshwright.generation.row_plan import WHOLE, Need, num_bytes, plan_rows, stored_order
 from meshwright.generation.row_rules import Rows
 from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
 from meshwright.generation.traced_decoder import TracedDecoder
@@ -29,6 +30,9 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
 )
 
+MASKED = 8192
+"""The most positions of which masks are evaluated; windows must be shorter."""
+
 
 class IncrementalDecoder:
     """Computes the logits of new tokens from a cache of earlier ones.
@@ -42,20 +46,38 @@ class IncrementalDecoder:
 
     def __init__(self, traced: TracedDecoder, length: int) -> None:
         self.length, self.traced = length, traced
-        positions = Positions(traced.short, traced.chunk)
         try:
             of_weights = traced.of_weights(length)
         except NotIncremental:
             # What the plan has to say comes first.
-            plan_rows(positions, (), traced.num_sources)
+            plan_rows(Positions(traced.short, traced.chunk), (), traced.num_sources)
             raise
+        longer = traced.of_length(min(length, MASKED) if traced.chunk == 1 else length)
+        positions = Positions(traced.short, traced.chunk, longer)
         self.plan = plan_rows(positions, of_weights, traced.num_sources)
+        self.rings = find_rings(self.plan) if traced.chunk == 1 else {}
+        try:
+            self.of_ring = {n: traced.like(n) for n in {size for _, size in self.rings.values()}}
+        except NotIncremental:
+            self.rings = {}
         inputs = traced.short.jaxpr.invars
         self.sources = inputs[-1 - traced.num_sources : -1]
         self._made = [v for v in self.plan.prepared if v not in set(inputs)]
         self._make = jax.jit(self._evaluate)
         self.orders = {v: stored_order(self.plan, v, dim) for v, dim in self.plan.kept.items()}
         """By kept variable, the order of its dims in the cache."""
+        self.lengths = {
+            v: self.rings[v][1] if v in self.rings else length // positions.unit(v, dim)
+            for v, dim in self.plan.kept.items()
+        }
+        """By kept variable, how many positions, or chunks of them, the cache has."""
+
+    @property
+    def extra_bytes(self) -> tuple[int, int]:
+        """What is made of weights, and the cache of a row; see `TokenDecoder`."""
+        kept = self.plan.kept.items()
+        each = [num_bytes(v) // aval_of(v).shape[dim] * self.lengths[v] for v, dim in kept]
+        return sum(map(num_bytes, self._made)), sum(each)
 
     def prepare(self, weights: Weights) -> Weights:
         """Compute what all tokens share; see `TokenDecoder`."""
@@ -112,11 +134,8 @@ class IncrementalDecoder:
 
     def _with_room(self, kept: Sequence[Array]) -> list[Array]:
         """Return the cache of prompts with room for what is to come."""
-        unit, found = self.plan.positions.unit, list[Array]()
-        for value, (variable, dim) in zip(kept, self.plan.kept.items(), strict=True):
-            place = self.orders[variable].index(dim) + 1
-            found.append(_lengthened(value, place, self.length // unit(variable, dim)))
-        return found
+        places = [self.orders[v].index(dim) + 1 for v, dim in self.plan.kept.items()]
+        return list(map(_lengthened, kept, places, self.lengths.values()))
 
 
 def _lengthened(value: Array, dim: int, length: int) -> Array:
@@ -144,6 +163,28 @@ def _with_row(cache: Array, row: Array, position: Array, dim: int, *, divided: b
     for _ in range(dim - len(lead)):
         put = jax.vmap(put)
     return put(cache, row.squeeze(dim))
+
+
+def _plain_product(eqn: Equation, left: Value, stored: Value, order: Sequence[int]) -> Value | None:
+    """Return a product with keys or values as the cache has them, if that is of a plain form.
+
+    In that form, dims of a batch come first, and each operand has one dim that is summed and one
+    that is not. XLA would bring any other product into it, with a transposed copy of the cache.
+    """
+    (sums, other_sums), (batch, other_batch) = eqn.params["dimension_numbers"]
+    places = [order.index(d) for d in (*other_batch, *other_sums)]
+    count = len(batch)
+    if places[:count] != [*range(count)] or len(order) != count + 2 or len(sums) != 1:
+        return None
+    free = [d for d in range(left.ndim) if d not in (*batch, *sums)]
+    moved = jnp.transpose(left, (*batch, *free, *sums))
+    leading = moved.shape[:-1]
+    moved = moved.reshape(*leading[:count], -1, moved.shape[-1])
+    both = tuple(range(count))
+    numbers = ((count + 1,), tuple(places[count:])), (both, both)
+    params = {**eqn.params, "dimension_numbers": numbers}
+    (product,) = bind(eqn.replace(params=params), [moved, stored])
+    return product.reshape(*leading, product.shape[-1])
 
 
 class _Rows:
@@ -197,9 +238,17 @@ class _Rows:
                     self._keep(variable, row, long.outvars[number])
         logits = self._read(short.outvars[0], (1, False))
         # In the order of the plan: equations come in the other one.
-        rows = [self._new[variable] for variable in self._plan.kept]
+        rows = [self._last_of(v) if self._cache is None else self._new[v] for v in self._plan.kept]
         source = [self._values[variable, WHOLE] for variable in self._plan.fixed]
         return logits[0, 0], {"rows": rows, "states": self._states, "source": source}
+
+    def _last_of(self, variable: Var) -> Value:
+        """Return what the cache has of a value that was computed for a whole prompt."""
+        value, size = self._new[variable], self._decoder.lengths[variable]
+        place = self._decoder.orders[variable].index(self._plan.kept[variable])
+        if value.shape[place] <= size:
+            return value
+        return jnp.take(value, positions_in(size, self._last), place, mode="clip")
 
     def _give(self, variables: Sequence[Var], values: Sequence[Value]) -> None:
         for variable, value in zip(variables, values, strict=True):
@@ -231,6 +280,8 @@ class _Rows:
         else:
             before = self._cache["rows"][list(self._plan.kept).index(variable)]
         start = self._rows.chunks(self._unit(variable, self._plan.kept[variable])).start
+        if self._cache is not None and variable in self._decoder.rings:
+            start = start % self._decoder.lengths[variable]
         if self._cache is not None and self._rows.count == 1:
             new = _with_row(before, row, start, dim, divided=self._decoder.traced.divided)
         else:
@@ -260,6 +311,10 @@ class _Rows:
         return self._plan.positions.unit(atom, dim)
 
     def _compute(self, eqn: Equation, long: Equation, number: int, need: Need) -> Value:
+        ring = None if self._cache is None else self._decoder.rings.get(eqn.outvars[number])
+        if ring is not None:
+            # A program as long as the ring says what shapes there are.
+            long = self._decoder.of_ring[ring[1]][id(eqn)]
         if need == WHOLE:
             return bind(long, [self._read(a, WHOLE) for a in eqn.invars])[number]
         dim, every = need
@@ -270,8 +325,30 @@ class _Rows:
             self._read(atom, WHOLE if inner is None else (inner, every))
             for atom, inner in zip(eqn.invars, rule.dims, strict=True)
         ]
+        if ring is not None:
+            operands = self._on_ring(eqn, number, ring, operands)
+        if eqn.primitive.name == "dot_general" and self._cache is not None:
+            key = eqn.invars[1]
+            if isinstance(key, Var) and key in self._plan.kept and rule.dims[1] is None:
+                found = _plain_product(eqn, operands[0], self._new[key], self._decoder.orders[key])
+                if found is not None:
+                    return found
         rows = self._chosen(every, self._unit(eqn.outvars[number], dim))
         return rule.run(long, operands, rows)[number]
+
+    def _on_ring(
+        self, eqn: Equation, number: int, ring: Ring, operands: Sequence[Value]
+    ) -> list[Value]:
+        """Return operands with the keys of a ring, also those that depend on no token."""
+        rule = self._plan.positions.rule(eqn, number, ring[0])
+        assert rule is not None
+        at = positions_in(ring[1], self._last)
+        return [
+            value
+            if dim is None or self._plan.positions.depends(atom)
+            else jnp.take(value, at, dim, mode="clip")
+            for value, atom, dim in zip(operands, eqn.invars, rule.dims, strict=True)
+        ]
 
     def _attend(self, attention: PromptAttention) -> Value:
         """Compute attention over a whole prompt; what its operations compute is not read then."""

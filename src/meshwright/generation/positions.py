@@ -11,12 +11,16 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
+from meshwright.generation.mask_spans import LOW, Span, mask_spans
 from meshwright.generation.row_rules import RUNNING, RowRule, row_rule, source_dim
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.op import primitives
+from meshwright.program.evaluate.dependencies import inputs_of, needed_equations
+from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
     ClosedJaxpr,
@@ -24,14 +28,12 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Var,
     aval_of,
-    bind,
     name_stack,
     scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
+from meshwright.trees import is_key
 
-LOW = -9999.0
-"""Scores at most this much are masked: their exponentials vanish beside any other."""
 _ZERO_TO_ZERO = primitives(
     """
     abs asin asinh atan atanh cbrt ceil convert_element_type copy copy_p erf expm1 floor
@@ -83,10 +85,16 @@ class Positions:
     Args:
         closed: the program, traced for few positions; its last input is the tokens [1, T].
         chunk: the program may divide positions into chunks of so many.
+        longer: the same program for more positions, to see how far back masks let rows see.
     """
 
-    def __init__(self, closed: ClosedJaxpr, chunk: int = 1) -> None:
+    def __init__(
+        self, closed: ClosedJaxpr, chunk: int = 1, longer: ClosedJaxpr | None = None
+    ) -> None:
         self.closed, self.jaxpr, self.chunk = closed, closed.jaxpr, chunk
+        self._longer = longer or closed
+        self.windows: set[int] = set()
+        """How far back masks that were looked at let rows see."""
         self.made: dict[Var, tuple[Equation, int]] = {
             variable: (eqn, number)
             for eqn in self.jaxpr.eqns
@@ -177,21 +185,29 @@ class Positions:
                 reach = max(reach, found.get((atom, inner), 0) + later)
         return reach
 
-    def masked(self, atom: Atom, row: int, key: int) -> str:
+    def masked(self, atom: Atom, row: int, key: int, window: int = 0) -> str:
         """Return what a value with two dims of positions is where the key is later than the row.
+
+        Args:
+            atom: the value.
+            row: its dim of rows.
+            key: its dim of keys.
+            window: if given, what it is where the key is at least so much earlier instead.
 
         Returns:
             ``zero``, ``low`` (so negative that its exponential vanishes), or nothing.
         """
         if not self.depends(atom):
-            return _masked_values(self.constant(atom), row, key)
+            spans = self._spans(atom, row, key)
+            hidden = [] if spans is None else [span.excludes(window) for span in spans]
+            return "zero" if hidden[:1] == [True] else "low" if hidden[2:] == [True] else ""
         assert not isinstance(atom, Literal)
         if atom not in self.made:
             return ""
         eqn, number = self.made[atom]
         name = eqn.primitive.name
         if name == "select_n":
-            return self._chosen(eqn, row, key)
+            return self._chosen(eqn, row, key, window)
         rules = self.rule(eqn, number, row), self.rule(eqn, number, key)
         if rules[0] is None or rules[1] is None or rules[0].whole or rules[1].whole:
             return ""
@@ -200,8 +216,22 @@ class Positions:
             if a is None or b is None:
                 states.append(self._scalar(operand))
             else:
-                states.append(self.masked(operand, a, b))
+                states.append(self.masked(operand, a, b, window))
         return _combined(name, states, eqn)
+
+    def _spans(self, atom: Atom, row: int, key: int) -> Sequence[Span] | None:
+        """Return `mask_spans` of a value in the longer program; None if it is no constant."""
+        program = self._program(atom, self._longer)
+        if program is None:
+            return None
+        spans = mask_spans(program, row, key)
+        most = program.out_avals[0].shape[key]
+        self.windows |= {span.most + 1 for span in spans if 0 <= span.most < most - 1}
+        return spans
+
+    @cached_property
+    def _numbers(self) -> Mapping[int, int]:
+        return {id(eqn): number for number, eqn in enumerate(self.jaxpr.eqns)}
 
     def _scalar(self, atom: Atom) -> str:
         """What a value without both dims is, everywhere."""
@@ -214,43 +244,55 @@ class Positions:
             return "positive"
         return "zero" if not value.any() else "low" if bool((value <= LOW).all()) else ""
 
-    def _chosen(self, eqn: Equation, row: int, key: int) -> str:
+    def _chosen(self, eqn: Equation, row: int, key: int, window: int) -> str:
         predicate, *cases = eqn.invars
         states = [
-            self.masked(case, row, key) if aval_of(case).shape else self._scalar(case)
+            self.masked(case, row, key, window) if aval_of(case).shape else self._scalar(case)
             for case in cases
         ]
         if self.depends(predicate):
             # A mask of padding and later positions: false at later ones.
-            return states[0] if self.masked(predicate, row, key) == "zero" else ""
-        value = self.constant(predicate)
-        if value is None or value.shape != aval_of(eqn.outvars[0]).shape:
+            return states[0] if self.masked(predicate, row, key, window) == "zero" else ""
+        same = aval_of(predicate).shape == aval_of(eqn.outvars[0]).shape
+        spans = self._spans(predicate, row, key) if same else None
+        if spans is None:
             return ""
-        picked = {int(number) for number in np.unique(_later(value, row, key))}
-        found = {states[number] for number in picked}
-        return found.pop() if len(found) == 1 else ""
+        picked = [not spans[1].excludes(window), not spans[0].excludes(window)]
+        found = {state for state, is_picked in zip(states, picked, strict=False) if is_picked}
+        return found.pop() if len(found) == 1 and len(states) == 2 else ""
 
     def constant(self, atom: Atom) -> np.ndarray | None:
         """Return a value that depends on neither tokens nor weights; None if it does."""
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
-        if atom in self._constants:
-            return self._constants[atom]
-        value = None
-        if atom in self.made:
-            value = self._evaluate(*self.made[atom])
-        elif atom in self.jaxpr.constvars:
-            value = np.asarray(self.closed.consts[list(self.jaxpr.constvars).index(atom)])
-        self._constants[atom] = value
-        return value
+        if atom not in self._constants:
+            program = self._program(atom, self.closed)
+            with jax.ensure_compile_time_eval():
+                value = None if program is None else Evaluator().run(program, [])[0]
+            self._constants[atom] = None if value is None else np.asarray(value)
+        return self._constants[atom]
 
-    def _evaluate(self, eqn: Equation, number: int) -> np.ndarray | None:
-        if self.depends(eqn.outvars[number]):
+    def _program(self, atom: Atom, closed: ClosedJaxpr) -> ClosedJaxpr | None:
+        """Return what computes a constant, in this program or a longer one; None if it is none."""
+        if isinstance(atom, Literal) or is_key(aval_of(atom)):
             return None
-        operands = [self.constant(a) for a in eqn.invars]
-        if any(value is None for value in operands) or "key" in str(aval_of(eqn.outvars[0]).dtype):
+        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        if atom in self.made:
+            eqn, number = self.made[atom]
+            variable = closed.jaxpr.eqns[self._numbers[id(eqn)]].outvars[number]
+        elif atom in self.jaxpr.constvars:
+            variable = closed.jaxpr.constvars[self.jaxpr.constvars.index(atom)]
+        else:
             return None
-        return np.asarray(bind(eqn, operands)[number])
+        needed = needed_equations(closed.jaxpr.eqns, [variable])
+        if not inputs_of(needed) <= known.keys():
+            return None
+
+        def run() -> Any:
+            Evaluator().extend(known, needed)
+            return known[variable]
+
+        return jax.make_jaxpr(run)()
 
     def carried(self, eqn: Equation) -> bool:
         """Whether an equation is a loop over positions with a state that begins without tokens."""
@@ -261,21 +303,6 @@ class Positions:
         return not any(self.depends(a) for a in outside) and all(
             self.of(a) == (0,) for a in sequences if self.depends(a)
         )
-
-
-def _later(value: np.ndarray, row: int, key: int) -> np.ndarray:
-    """Return the elements whose key is later than their row."""
-    moved = np.moveaxis(value, (row, key), (0, 1))
-    return moved[np.triu_indices(moved.shape[0], 1, moved.shape[1])]
-
-
-def _masked_values(value: np.ndarray | None, row: int, key: int) -> str:
-    if value is None:
-        return ""
-    later = _later(value, row, key)
-    if not later.any():
-        return "zero"
-    return "low" if value.dtype != bool and bool((later <= LOW).all()) else ""
 
 
 def _combined(name: str, states: Sequence[str], eqn: Equation) -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.generation.token_decoder import SplitModel
-from meshwright.mesh.axes import BATCH_AXES, TENSOR, resolve_alias
+from meshwright.mesh.axes import BATCH_AXES, TENSOR, entry_names, resolve_alias
 from meshwright.program.dims.classes import LeafLabel, find_dim_classes
+from meshwright.sharding.shard import fsdp_sharding
 from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
 from meshwright.text.units import human_bytes
+from meshwright.trees import from_key_data, key_data
 
 FREE_SHARE = 0.7
 """The share of a device's memory that gathered weights may take; caches and logits need some."""
@@ -31,9 +34,13 @@ class RowPlacement:
 
     Attributes:
         mesh: the mesh; None for one device.
+        gathered: whether weights are over tensor alone; if not, over all axes.
+        joins: whether there is room for weights of one input twice, as they are and joined.
     """
 
     mesh: Mesh | None = None
+    gathered: bool = True
+    joins: bool = True
 
     @property
     def _row_axes(self) -> tuple[str, ...]:
@@ -46,10 +53,15 @@ class RowPlacement:
         return 1 if self.mesh is None else math.prod(self.mesh.shape[a] for a in self._row_axes)
 
     @property
-    def divides_weights(self) -> bool:
-        """Whether weights may be divided."""
+    def tensor(self) -> int:
+        """Into how many parts heads are divided."""
         shape = {} if self.mesh is None else self.mesh.shape
-        return any(size > 1 for name, size in shape.items() if resolve_alias(name) == TENSOR)
+        return math.prod(size for name, size in shape.items() if resolve_alias(name) == TENSOR)
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether weights may be divided, or are not to be joined."""
+        return self.tensor > 1 or not (self.gathered and self.joins)
 
     @property
     def kernel(self) -> str:
@@ -80,9 +92,9 @@ class RowPlacement:
     def put(self, tree: Tree) -> Tree:
         """Return arrays of the host on every device."""
         where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        return jax.device_put(tree, where)
+        return jax.tree.map(lambda array: _put(array, where), tree)
 
-    def place(self, model: SplitModel, dtype: Any = None) -> tuple[list[Array], str]:
+    def place(self, model: SplitModel, dtype: Any = None) -> tuple[RowPlacement, list[Array], str]:
         """Return a model's weights gathered over all axes but tensor, and cast.
 
         Args:
@@ -90,22 +102,42 @@ class RowPlacement:
             dtype: of those that are floats; None leaves it.
 
         Returns:
-            The weights, and a remark if they do not fit; then they stay sharded.
+            Where they are then, the weights, and a remark if they do not fit, so that they are
+            divided over all axes.
         """
         weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in model.weights]
         dtypes = [_cast(weight.dtype, dtype) for weight in weights]
         shardings = self._shardings(model, weights)
-        remark = self._too_large(weights, dtypes, shardings)
-        if remark:
-            shardings = [weight.sharding for weight in weights]
+        limit, placement, remark = device_memory(self.mesh), self, ""
+        structs = list(map(_struct, weights, dtypes, shardings))
+        if self.mesh is not None and (need := held_bytes(structs)) > FREE_SHARE * limit:
+            structs = [self._divided(*each) for each in zip(weights, structs, strict=True)]
+            shardings = [struct.sharding for struct in structs]
+            placement, held = replace(self, gathered=False), held_bytes(structs)
+            remark = (
+                f"the weights stay divided over all devices, which is slower: gathered they would "
+                f"take {human_bytes(need)} of {human_bytes(limit)} on each device; divided they "
+                f"take {human_bytes(held)}, and each token gathers up to {human_bytes(need - held)}"
+            )
         placed = weights
         if self.mesh is not None:
             devices = set(self.mesh.devices.flat)
             elsewhere = any(w.sharding.device_set != devices for w in weights)
-            placed = jax.device_put(weights, shardings) if elsewhere else weights
+            placed = list(map(_put, weights, shardings)) if elsewhere else weights
         if any(_changes(*each) for each in zip(placed, dtypes, shardings, strict=True)):
             placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
-        return placed, remark
+        return placement, placed, remark
+
+    def _divided(self, weight: Array, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return a weight over all axes, as it is on this mesh or else over one after the other."""
+        assert self.mesh is not None
+        if _spec_on(self.mesh, weight.sharding) is not None:
+            return _struct(struct, struct.dtype, weight.sharding)
+        for name, size in self.mesh.shape.items():
+            if size > 1 and resolve_alias(name) != TENSOR:
+                sharding = fsdp_sharding(struct, self.mesh, name, 0)
+                struct = _struct(struct, struct.dtype, sharding)
+        return struct
 
     def _shardings(self, model: SplitModel, weights: Sequence[Array]) -> list[NamedSharding | None]:
         """Return the sharding of each weight over tensor alone."""
@@ -123,20 +155,24 @@ class RowPlacement:
             ]
         return [NamedSharding(mesh, spec) for spec in specs]
 
-    def _too_large(self, weights: Any, dtypes: Any, shardings: Any) -> str:
-        if self.mesh is None:
-            return ""
-        limit = (self.mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
-        need = sum(
-            math.prod(sharding.shard_shape(weight.shape)) * dtype.itemsize
-            for weight, dtype, sharding in zip(weights, dtypes, shardings, strict=True)
-        )
-        if limit is None or need <= FREE_SHARE * limit:
-            return ""
-        return (
-            f"the weights stay sharded and are gathered for every token, which is slower: gathered "
-            f"they would take {human_bytes(need)} of {human_bytes(limit)} on each device"
-        )
+
+def device_memory(mesh: Mesh | None) -> float:
+    """Return the bytes of a device's memory; infinity if it is not known."""
+    devices = jax.local_devices() if mesh is None else mesh.local_devices
+    return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+
+
+def held_bytes(arrays: Sequence[Any]) -> int:
+    """Return the bytes that a device has of arrays, or of shapes."""
+    return sum(
+        math.prod(a.shape if a.sharding is None else a.sharding.shard_shape(a.shape))
+        * a.dtype.itemsize
+        for a in arrays
+    )
+
+
+def _struct(array: Any, dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
 
 
 def placement_of(weights: Sequence[Array], mesh: Mesh | None = None) -> RowPlacement:
@@ -168,6 +204,15 @@ def tensor_dims(model: SplitModel, size: int) -> list[int]:
     return [-1 if dim is None else dim for dim in found]
 
 
+def _put(value: Any, sharding: NamedSharding | None) -> Array:
+    """Return a value on devices, also on those of other processes that have the same value."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    data = np.asarray(key_data(value))
+    made = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
+    return from_key_data(made, value.dtype)
+
+
 def _spec_on(mesh: Mesh, sharding: Any) -> Any:
     on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
     return sharding.spec if on_mesh else None
@@ -175,8 +220,7 @@ def _spec_on(mesh: Mesh, sharding: Any) -> Any:
 
 def _over_tensor(axes: Any) -> Any:
     """Return what is left of a dim's axes without those of rows and stages."""
-    names = (axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple) else ()
-    return tuple(name for name in names if resolve_alias(name) == TENSOR) or None
+    return tuple(name for name in entry_names(axes) if resolve_alias(name) == TENSOR) or None
 
 
 def _changes(weight: Array, dtype: Any, sharding: Any) -> bool:

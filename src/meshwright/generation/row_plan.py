@@ -48,6 +48,7 @@ class RowPlan:
         fixed: those of them that are in the cache.
         prepared: weights and values made of weights alone, which are the same for all tokens and
             lengths.
+        windows: by value and dim that is summed over, how far back it is not masked; 0 if all is.
     """
 
     positions: Positions
@@ -57,11 +58,22 @@ class RowPlan:
     of_source: set[Var] = field(default_factory=set[Var])
     fixed: list[Var] = field(default_factory=list[Var])
     prepared: list[Var] = field(default_factory=list[Var])
+    windows: dict[tuple[Var, int], int] = field(default_factory=dict[tuple[Var, int], int])
 
     def need(self, atom: Atom, *needs: Need) -> None:
         """Note that something is needed of a value."""
         if not isinstance(atom, Literal):
             self.needs.setdefault(atom, set()).update(needs)
+
+    def look_back(self, eqn: Equation, atom: Atom, row: int, key: int, state: str) -> None:
+        """Raise unless later positions vanish where they are summed over; note the window."""
+        masked = self.positions.masked
+        if masked(atom, row, key) != state:
+            raise NotIncremental.by(eqn, LATER)
+        assert not isinstance(atom, Literal)
+        windows = sorted(self.positions.windows)
+        seen = (window for window in windows if masked(atom, row, key, window) == state)
+        self.windows[atom, key] = next(seen, 0)
 
 
 def plan_rows(
@@ -123,7 +135,7 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
     if len(dims) != 1:
         raise NotIncremental.by(eqn, "needs all pairs of positions" if dims else "")
     rule = positions.rule(eqn, number, dims[0])
-    moves = _smallest_source(positions, variable) < _num_bytes(variable)
+    moves = _smallest_source(positions, variable) < num_bytes(variable)
     if rule is None or (rule.whole and positions.lookahead(variable, dims[0]) > 0):
         raise NotIncremental.by(eqn)
     if moves or rule.whole:
@@ -135,7 +147,7 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
 
 def _smallest_source(positions: Positions, variable: Var) -> int:
     """Return the bytes of the smallest value that this one is only moved or repeated from."""
-    size, atom = _num_bytes(variable), variable
+    size, atom = num_bytes(variable), variable
     while atom in positions.made:
         eqn, _ = positions.made[atom]
         source = eqn.invars[0] if eqn.invars else None
@@ -144,11 +156,12 @@ def _smallest_source(positions: Positions, variable: Var) -> int:
         if len(positions.of(source)) != 1:
             break
         atom = source
-        size = min(size, _num_bytes(atom))
+        size = min(size, num_bytes(atom))
     return size
 
 
-def _num_bytes(variable: Var) -> int:
+def num_bytes(variable: Var) -> int:
+    """Return the bytes of a variable's value."""
     aval = aval_of(variable)
     return math.prod(aval.shape) * aval.dtype.itemsize
 
@@ -201,7 +214,7 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
         if rule.chunked:
             need = dim, True
             plan.need(variable, need)
-        _check_pairs(positions, eqn, rule)
+        _check_pairs(plan, eqn, rule)
         _need_rows(plan, eqn, rule, need)
 
 
@@ -223,9 +236,9 @@ def _carry(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     _need_rows(plan, eqn, rule, (0, True))
 
 
-def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
+def _check_pairs(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     """Raise if an operation over positions would see later ones."""
-    name = eqn.primitive.name
+    name, positions = eqn.primitive.name, plan.positions
     for atom, inner in zip(eqn.invars, rule.dims, strict=True):
         dims = positions.of(atom)
         if not dims:
@@ -240,13 +253,12 @@ def _check_pairs(positions: Positions, eqn: Equation, rule: RowRule) -> None:
         other = [d for d in dims if d != inner]
         if name in _VANISHING and other and other[0] in eqn.params["axes"]:
             assert inner is not None
-            if positions.masked(atom, inner, other[0]) != _VANISHING[name]:
-                raise NotIncremental.by(eqn, LATER)
+            plan.look_back(eqn, atom, inner, other[0], _VANISHING[name])
     if name == "dot_general":
-        _check_product(positions, eqn, rule)
+        _check_product(plan, eqn, rule)
 
 
-def _check_product(positions: Positions, eqn: Equation, rule: RowRule) -> None:
+def _check_product(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     """Raise if a product sums over later positions."""
     side = rule.dims.index(None) ^ 1 if None in rule.dims else 0
     row, whole = eqn.invars[side], eqn.invars[side ^ 1]
@@ -255,6 +267,5 @@ def _check_product(positions: Positions, eqn: Equation, rule: RowRule) -> None:
     inner = rule.dims[side]
     assert inner is not None
     for mine, theirs in pairs:
-        summed = theirs in positions.of(whole) or mine in positions.of(row)
-        if summed and positions.masked(row, inner, mine) != "zero":
-            raise NotIncremental.by(eqn, LATER)
+        if theirs in plan.positions.of(whole) or mine in plan.positions.of(row):
+            plan.look_back(eqn, row, inner, mine, "zero")

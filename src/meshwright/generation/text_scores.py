@@ -114,7 +114,8 @@ def score_documents(
         raise UserError("there is nothing to predict", why="no document has two tokens")
     split = model if isinstance(model, SplitModel) else split_model(model)
     placement = placement or placement_of(split.weights)
-    split = replace(split, weights=placement.place(split)[0])
+    placement, weights, _ = placement.place(split)
+    split = replace(split, weights=weights)
     most = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(split, longest))) * placement.parts
     run, nats = jax.jit(partial(_nats, split.logits_of, placement)), 0.0
     for size, group in _by_length(parts, longest, exact=_needs_exact(split, longest)).items():

@@ -95,6 +95,11 @@ class TokenDecoder(Protocol):
     reason: str
     sees: str
 
+    @property
+    def extra_bytes(self) -> tuple[int, int]:
+        """The bytes of what `prepare` makes of weights, and of the cache of a row."""
+        ...
+
     def prepare(self, weights: Weights) -> Weights:
         """Return what the other methods take as weights, from the values of the variables."""
         ...
@@ -149,6 +154,7 @@ class RecomputingDecoder:
     length: int
     reason: str
     sees: str = ""
+    extra_bytes: tuple[int, int] = 0, 0
 
     def prepare(self, weights: Weights) -> Weights:
         """Return the weights; see `TokenDecoder`."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from meshwright.errors import UserError, argument
 from meshwright.generation.make_decoder import make_decoder
-from meshwright.generation.row_placement import RowPlacement
+from meshwright.generation.row_placement import RowPlacement, device_memory, held_bytes
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
 from meshwright.generation.token_decoder import (
     Cache,
@@ -20,6 +22,10 @@ from meshwright.generation.token_decoder import (
     Weights,
     remembered,
 )
+from meshwright.text.units import counted, human_bytes
+
+USABLE = 0.95
+"""The share of a device's memory that weights, caches and logits may take."""
 
 
 class Rows(NamedTuple):
@@ -141,7 +147,11 @@ class TokenPrograms:
 
         def step(carry: tuple[Cache, Rows], _: None) -> tuple[tuple[Cache, Rows], NewTokens]:
             cache, rows = self.placement.rows(carry)
-            logits, cache = self.decoder.step(weights, cache, rows.token, rows.position)
+            own = weights
+            if not self.placement.gathered:
+                # Else compilers would gather them before the loop, and they would not fit.
+                own, rows = jax.lax.optimization_barrier((weights, rows))
+            logits, cache = self.decoder.step(own, cache, rows.token, rows.position)
             rows, new = _choose(method, numbers, logits, rows)
             return (cache, rows), new
 
@@ -199,3 +209,33 @@ def token_programs(
         return TokenPrograms(decoder, placement, vocabulary)
 
     return remembered(_kept, model, (length, placement), make)
+
+
+def fitting_programs(
+    model: SplitModel, length: int, placement: RowPlacement, vocabulary: int, rows: int
+) -> TokenPrograms:
+    """Return the programs for a number of rows, with joined weights only if those fit, too."""
+    limit = USABLE * device_memory(placement.mesh)
+    held, each = held_bytes(model.weights), 0
+
+    def left(programs: TokenPrograms) -> float:
+        nonlocal each
+        joined, cache = programs.decoder.extra_bytes
+        # Logits, their exponentials, and what is drawn from, in float32.
+        each = cache // placement.tensor + 3 * 4 * vocabulary
+        return limit - held - joined - -(-rows // placement.parts) * each
+
+    programs = token_programs(model, length, placement, vocabulary)
+    if left(programs) < 0:
+        programs = token_programs(model, length, replace(placement, joins=False), vocabulary)
+    if left(programs) >= 0:
+        return programs
+    most = int((limit - held - programs.decoder.extra_bytes[0]) // each) * placement.parts
+    raise UserError(
+        f"{counted(rows, 'row')} of {length:,} tokens do not fit",
+        why=f"of {human_bytes(limit)} of a device, weights take {human_bytes(held)}, and each of "
+        f"its {-(-rows // placement.parts):,} rows {human_bytes(each)}",
+        fix=f"write {argument('batch_size', most)}"
+        if most > 0
+        else f"use more devices, such as {argument('mesh', 'fsdp=8')}, or half precision",
+    )

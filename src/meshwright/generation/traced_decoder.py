@@ -95,6 +95,11 @@ class TracedDecoder:
             self._programs[length] = program
         return self._programs[length]
 
+    def like(self, length: int) -> dict[int, Equation]:
+        """Return, by `id` of an equation of the short program, that of a length."""
+        eqns = self.of_length(length).jaxpr.eqns
+        return dict(zip(map(id, self.short.jaxpr.eqns), eqns, strict=True))
+
     def attention(self, length: int) -> dict[Var, PromptAttention]:
         """Return, by variable of the short program, what kernels compute in that of a length."""
         program = self.of_length(length).jaxpr

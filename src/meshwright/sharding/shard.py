@@ -47,7 +47,7 @@ def shard_fsdp(
             # JAX would take it for the name of a dtype.
             raise wrong_kind("params", leaf, fix)
         try:
-            return jax.device_put(leaf, _sharding(leaf, mesh, axis_name, min_shard_size))
+            return jax.device_put(leaf, fsdp_sharding(leaf, mesh, axis_name, min_shard_size))
         except (TypeError, ValueError, OverflowError):
             raise wrong_kind("params", leaf, fix) from None
 
@@ -61,7 +61,8 @@ def shard_fsdp(
     return nnx.merge(graph, jax.tree.map(put, state))
 
 
-def _sharding(leaf: Any, mesh: Mesh, axis: str, smallest: int) -> NamedSharding:
+def fsdp_sharding(leaf: Any, mesh: Mesh, axis: str, smallest: int) -> NamedSharding:
+    """Return the sharding of an array that has an axis besides those that it has already."""
     as_leaf = Leaf("", tuple(np.shape(leaf)), jnp.result_type(leaf), "param", "array")
     before = _other_axes(leaf, mesh, axis)
     placed = Placement("", tuple(before))

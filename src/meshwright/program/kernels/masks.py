@@ -125,15 +125,20 @@ def _classify(
     program = scope.constant(atom)
     if program is None:
         raise NotReplaced("its mask depends on data")
-    consts = [np.asarray(const) for const in program.consts]
-    values = tuple((c.shape, str(c.dtype), hashlib.sha256(c.tobytes()).digest()) for c in consts)
-    text = (str(program), values, tuple(dims), query, key, kind)
+    text = (program_key(program), tuple(dims), query, key, kind)
     if text not in _known:
         _known[text] = _evaluate(program, dims, query, key, kind)
     allowed = _known[text]
     if allowed is None:
         raise NotReplaced("its mask is neither causal, nor a sliding window, nor full")
     return allowed
+
+
+def program_key(program: ClosedJaxpr) -> Hashable:
+    """Return what programs that compute the same have in common, with their constants."""
+    consts = [np.asarray(const) for const in program.consts]
+    values = ((c.shape, str(c.dtype), hashlib.sha256(c.tobytes()).digest()) for c in consts)
+    return str(program), tuple(values)
 
 
 def _evaluate(
