@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import meshwright as mw
+from meshwright.data.order import split_source
 from meshwright.data.prompts import SumSource, prompt_source
 from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.tasks.grpo import token_log_probs
@@ -200,9 +201,19 @@ def test_prompts_from_files(tmp_path):
 
 
 def test_sums():
-    text = SumSource().rows(np.array([3748]))
+    every = np.arange(8100)
+    prompts = SumSource(for_prompts=True).rows(every)
+    assert len(set(prompts["prompt"])) == len(SumSource()) == 8100
+    first = prompts["prompt"].tolist().index("37+48=")
+    assert prompts["answer"][first] == "85"
+    text = SumSource().rows(every[first:])
     tokens, mask = text["tokens"][0], text["mask"][0]
     assert TOKENIZER.decode(tokens).rstrip("\0") == "37+48=85\n"
     assert TOKENIZER.decode(tokens[1:][mask > 0]) == "85\n"
-    prompts = SumSource(for_prompts=True).rows(np.array([3748]))
-    assert (prompts["prompt"][0], prompts["answer"][0]) == ("37+48=", "85")
+
+
+def test_sums_held_out_of_fewer_are_held_out_of_all():
+    few, all_ = (split_source(SumSource(most=n, for_prompts=True), 0.1) for n in (900, None))
+    held, train = (set(all_[n].rows(np.arange(len(all_[n])))["prompt"]) for n in (1, 0))
+    assert set(few[1].rows(np.arange(len(few[1])))["prompt"]) < held
+    assert set(few[0].rows(np.arange(len(few[0])))["prompt"]) < train
