@@ -18,6 +18,8 @@ CATEGORIES = (
     "activations",
     "working",
     "reserved",
+    "reference",
+    "rollout",
 )
 """What memory is used for, in the order of drawings."""
 
