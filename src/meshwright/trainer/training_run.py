@@ -430,6 +430,7 @@ def _make_rollouts(
         seed=trainer.seed,
         run_dir=asked.run_dir,
         run=run,
+        resumed=start.point and start.point.folder.parent,
         hf_files=start.hf_files,
         log_every=trainer.log_every,
     )

@@ -44,6 +44,7 @@ class Rollouts:
         seed: decides the samples, with the number of the prompt, of the sample and the position.
         run_dir: the run folder; None writes nothing.
         run: identifies the run.
+        resumed: the folder of the run whose checkpoint is resumed from.
         hf_files: files of the folder that the model is from, by name.
         log_every: steps between two lines of metrics.
         tracker: gets the times of rollouts, and what goes wrong.
@@ -56,6 +57,7 @@ class Rollouts:
     seed: int
     run_dir: Path | None = None
     run: str = ""
+    resumed: Path | None = None
     hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
     log_every: int = 1
     tracker: Tracker = field(default_factory=Tracker)
@@ -70,11 +72,13 @@ class Rollouts:
             seconds=task.reward_seconds,
             processes=task.reward_processes,
         )
-        self.files = RolloutFiles(self.run_dir, self.run, self.rewards.names)
+        self.files = RolloutFiles(
+            self.run_dir, self.run, self.rewards.names, task.num_iterations, self.resumed
+        )
         self.completer = Completer(
             self.rewards, self.data.tokenizer, self.hf_files.get, task.eos_tokens
         )
-        self.data.make, self.data.resume = self, self._kept
+        self.data.make, self.data.resume = self, self.files.kept
 
     def check(self, prompts: Data) -> None:
         """Refuse prompts that are too long, and rewards that need columns they do not have."""
@@ -257,9 +261,6 @@ class Rollouts:
             for n, row in enumerate(rows)
         ]
         self.files.write(number, lines, [row.tokens for row in rows])
-
-    def _kept(self, number: int) -> HostBatch:
-        return self.files.kept(number, self.task.num_iterations)
 
 
 def _plain(prompt: Any) -> Any:
