@@ -1,9 +1,9 @@
 """Learns sums from rewards, with several seeds and once with shuffled rewards; draws docs/grpo.svg.
 
-Each seed first learns sums from examples until it is right about a third of the time, and then
-from rewards alone. What is measured are sums that neither has seen.
+Each seed first learns 720 sums from examples, up to the last checkpoint that answers fewer than
+half of the held-out sums, and then from rewards alone. Neither has seen what is measured.
 
-    python benchmarks/sums_rewards.py [--seeds 3] [--steps 800]
+    python benchmarks/sums_rewards.py [--seeds 3] [--steps 240] [--folder outputs/sums]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -38,39 +39,62 @@ def shuffled(completions: list[str], answer: list[str]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument(
+        "--folder", help="where runs are kept; those that are there are not repeated"
+    )
     asked = parser.parse_args()
-    runs = []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(asked.seeds):
-            start = f"{folder}/start{seed}"
-            seconds = train("sums_start", start, f"run.seed={seed}")
-            runs.append(learn(f"seed {seed}", start, f"{folder}/seed{seed}", seed, asked.steps))
-            runs[-1]["start_seconds"] = round(seconds, 1)
-            print(json.dumps(runs[-1] | {"curve": "…"}), flush=True)
-        names = ["grpo.rewards=[sums_rewards:shuffled]"]
-        control = (f"{folder}/start0", f"{folder}/control", 0, asked.steps)
-        runs.append(learn("shuffled rewards", *control, *names))
-    write_record("sums_rewards", {"runs": runs})
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(asked.folder or temporary).absolute()
+        runs = [learn(folder, f"seed {seed}", seed, asked.steps) for seed in range(asked.seeds)]
+        names = "grpo.rewards=[sums_rewards:shuffled]"
+        runs.append(learn(folder, "shuffled rewards", 0, asked.steps, names))
+    write_record("sums_rewards", {"steps": asked.steps, "runs": runs})
     CHART.write_text(chart(read_record("sums_rewards")))
 
 
-def learn(name: str, start: str, folder: str, seed: int, steps: int, *more: str) -> dict[str, Any]:
+def learn(folder: Path, name: str, seed: int, steps: int, *more: str) -> dict[str, Any]:
     """Learn from rewards, and return how held-out sums were answered on the way."""
-    settings = (f"run.seed={seed}", f"model.init_from={start}", f"training.steps={steps}", *more)
-    # The rewards of the control say nothing, so that the checkpoints are scored afterwards.
-    keep = (f"checkpoint.keep_last={steps}", "checkpoint.every=80")
-    seconds = train("sums_grpo", folder, *settings, *(keep if more else ()))
-    if more:
-        curve = [[step, score(folder, step)] for step in range(80, steps + 1, 80)]
-    else:
-        lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-        curve = [[line["step"], line["reward"]] for line in lines if line["split"] == "eval"]
-    first = score(start, None)
-    return {"name": name, "seconds": round(seconds, 1), "curve": [[0, first], *curve]}
+    done, own = folder / f"{name}.json", folder / name.replace(" ", "_")
+    if done.is_file():
+        return json.loads(done.read_text())
+    began, first = folder / f"start_{seed}", f"run.seed={seed}"
+    every = ("checkpoint.every=10", "checkpoint.keep_last=99")
+    cost = (
+        [0.0, 0.0]
+        if (began / "config.yaml").exists()
+        else train("sums_start", began, first, *every)
+    )
+    scores = {step: score(began, step) for step in saved(began) if step >= 100}
+    start = max(step for step, share in scores.items() if share < 0.5)
+    settings = (first, f"model.init_from={began / 'checkpoints' / str(start)}", *more)
+    parts = (
+        f"training.steps={steps}",
+        f"checkpoint.every={steps // 10}",
+        "checkpoint.keep_last=10",
+    )
+    later = train("sums_grpo", own, *settings, *parts)
+    curve = [[0, scores[start]], *([step, score(own, step)] for step in saved(own))]
+    run = {
+        "name": name,
+        "start_step": start,
+        "before": scores[start],
+        "after": curve[-1][1],
+        "seconds": round(cost[0] + later[0], 1),
+        "cpu_seconds": round(cost[1] + later[1], 1),
+        "curve": curve,
+    }
+    done.write_text(json.dumps(run))
+    print(json.dumps(run), flush=True)
+    return run
 
 
-def score(folder: str, step: int | None) -> float:
+def saved(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints of a run."""
+    return sorted(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
+
+
+def score(folder: Path, step: int) -> float:
     """Return the share of held-out sums that a checkpoint answers exactly."""
     import numpy as np
 
@@ -85,18 +109,21 @@ def score(folder: str, step: int | None) -> float:
         model, list(columns["prompt"]), max_new_tokens=4, stop_tokens=[10], batch_size=1024,
         tokenizer=SumSource.tokenizer,
     )  # fmt: skip
-    return float(np.mean([a == b for a, b in zip(got.texts, columns["answer"], strict=True)]))
+    right = [a == b for a, b in zip(got.texts, columns["answer"], strict=True)]
+    return round(float(np.mean(right)), 4)
 
 
-def train(experiment: str, folder: str, *settings: str) -> float:
-    """Run a training, and return its seconds."""
+def train(experiment: str, folder: Path, *settings: str) -> list[float]:
+    """Run a training, and return its seconds and those of processors."""
     command = ("-m", "meshwright", "train", f"+experiment={experiment}", f"hydra.run.dir={folder}")
     paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    started = time.monotonic()
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, *command, *settings], check=True, env={**os.environ, "PYTHONPATH": paths}
     )
-    return time.monotonic() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return [time.monotonic() - started, cpu]
 
 
 def chart(record: dict[str, Any]) -> str:

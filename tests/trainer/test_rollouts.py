@@ -12,12 +12,18 @@ import pytest
 from flax import nnx
 
 import meshwright as mw
+from meshwright.data.order import split_source
 from meshwright.data.prompts import SumSource, prompt_source
 from meshwright.data.tokenizer import ByteTokenizer
+from meshwright.rewards.reward_set import read_rewards
 from meshwright.tasks.grpo import token_log_probs
+from meshwright.trainer.rollouts.completer import Completer
+from meshwright.trainer.rollouts.rollout import Rollouts
+from meshwright.trainer.rollouts.rollout_files import rollout_missing
 
 PROMPTS = [{"prompt": f"{n}{'x' * (n % 3)}=", "answer": str(n)} for n in range(6)]
 TOKENIZER = ByteTokenizer()
+ADAPTERS = mw.LoRA(rank=2, targets=["out.kernel", "embed.embedding"])
 
 
 class Mean(nnx.Module):
@@ -37,14 +43,15 @@ def score(completion, answer):
     return float(completion.count(answer)) + 0.1 * len(set(completion))
 
 
-def trainer(mesh="data=1", rewards=score, **settings):
+def trainer(mesh="data=1", rewards=score, lora=None, **settings):
     sizes = {"max_prompt_length": 4, "max_generation_steps": 3, "num_generations": 4}
     task = {"num_iterations": 2, "tokenizer": TOKENIZER, "temperature": 0.9, "top_k": 50}
     made = mw.GRPO(rewards=rewards, **{**sizes, **task, **settings})
     devices = jax.devices()[: 1 if mesh == "data=1" else 8]
     return mw.Trainer(
-        model=Mean, task=made, optimizer=optax.adam(0.01), mesh=mesh, devices=devices, log_every=1
-    )
+        model=Mean, task=made, optimizer=optax.adam(0.01), mesh=mesh, devices=devices, log_every=1,
+        lora=lora,
+    )  # fmt: skip
 
 
 def fit(made, folder, steps, **settings):
@@ -95,9 +102,10 @@ def test_completions_are_written_with_their_rewards(whole):
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:the reward")
 @pytest.mark.parametrize("mesh", ["data=1", "data=8", "fsdp=4,tensor=2"])
 def test_sampled_log_probabilities_equal_teacher_forced_ones(mesh, tmp_path):
-    made = trainer(mesh, beta=0.0)
+    made = trainer(mesh, counting(itertools.count()), beta=0.0)
     fit(made, tmp_path, 1)
     with np.load(tmp_path / "completions" / "000000.npz") as batch:
         before = made.assemble(dict(batch))
@@ -110,6 +118,33 @@ def test_sampled_log_probabilities_equal_teacher_forced_ones(mesh, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:the reward")
+@pytest.mark.parametrize("mesh", ["data=1", "fsdp=4,tensor=2"])
+def test_the_reference_of_adapters_is_the_base_without_a_copy(mesh, tmp_path, monkeypatch):
+    """The second rollout is that of adapters which are no longer zero."""
+    whole = Rollouts.__post_init__
+
+    def without_initial(self):
+        whole(self)
+        self.initial = None
+
+    monkeypatch.setattr(Rollouts, "__post_init__", without_initial)
+    made, again = (
+        trainer(mesh, counting(itertools.count()), beta=0.1, lora=ADAPTERS) for _ in range(2)
+    )
+    trained = made.fit(PROMPTS, steps=2, batch_size=8, progress=False).model
+    fit(again, tmp_path, 3)
+    with np.load(tmp_path / "completions" / "000001.npz") as batch:
+        before = trainer(mesh).assemble(dict(batch))
+        frozen = before.model(before.init(made.seed))
+        tokens, mask = {"tokens": batch["tokens"]}, batch["completion_mask"] > 0
+        base, now = (np.asarray(token_log_probs(each, tokens))[mask] for each in (frozen, trained))
+        np.testing.assert_allclose(batch["reference_log_probs"][mask], base, atol=1e-6)
+        np.testing.assert_allclose(batch["sampler_log_probs"][mask], now, atol=1e-5)
+        assert np.abs(base - now).max() > 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:the reward")
 def test_a_run_resumed_inside_a_rollout_is_bit_equal(whole, tmp_path):
     """Rewards are asked for once, so that even those that change give the same run."""
     counter = itertools.count()
@@ -117,8 +152,24 @@ def test_a_run_resumed_inside_a_rollout_is_bit_equal(whole, tmp_path):
     # As if it had been killed: the second rollout is in use, and the third was scored.
     for step in (4, 5):
         shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    assert not rollout_missing(tmp_path, 3)
+    kept = tmp_path / "completions" / "000001.npz"
+    shutil.move(kept, tmp_path / "away")
+    assert "in use until step 4" in rollout_missing(tmp_path, 3)
+    with pytest.raises(mw.UserError, match="multiple of 2"):
+        fit(trainer(rewards=counting(counter)), tmp_path, 6)
+    shutil.move(tmp_path / "away", kept)
+    # Another run, on another mesh, continues the same rollout.
+    other = fit(
+        trainer("data=8", counting(itertools.count(16))),
+        tmp_path / "other",
+        6,
+        resume=str(tmp_path),
+    )
     resumed = fit(trainer(rewards=counting(counter)), tmp_path, 6)
     assert next(counter) == 24
+    for name, value in resumed.items():
+        np.testing.assert_allclose(other[name], value, atol=1e-5)
     for name, value in whole[1].items():
         np.testing.assert_array_equal(value, resumed[name])
 
@@ -186,6 +237,45 @@ def test_a_trainer_takes_a_loss_or_a_task():
         )  # fmt: skip
 
 
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}~\n{% endfor %}"
+
+
+def echo(model_of_tokens, length=128):
+    """Return a model that says 1, 2, ~ and so on, whatever comes before."""
+
+    class Echo(nnx.Module):
+        def __call__(self, tokens):
+            following = jnp.array([model_of_tokens.get(n, 49) for n in range(length)])
+            return jax.nn.one_hot(following[tokens], length) * 50
+
+    return Echo()
+
+
+def test_conversations_in_parquet_end_with_the_turn(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    talk = [{"role": "user", "content": "hi"}]
+    table = {"prompt": [talk, talk], "answer": ["12", "1"]}
+    parquet.write_table(pytest.importorskip("pyarrow").table(table), tmp_path / "p.parquet")
+    source = prompt_source(path=str(tmp_path / "p.parquet"))
+    columns = source.rows(np.arange(2))
+    files = {"chat_template.jinja": TEMPLATE}
+    same = read_rewards(lambda completion, answer: completion == answer)
+    completer = Completer(same, TOKENIZER, files.get)
+    assert TOKENIZER.decode(completer.encode(columns["prompt"][0])) == "u:hi~\n"
+    said = []
+    model = echo({ord("1"): ord("2"), ord("2"): ord("~")})
+    rows = completer.complete(model, columns, said.append, max_new_tokens=8)
+    assert [(row.text, len(row.tokens), str(row.ended)) for row in rows] == [
+        ("12", 3, "stop token")
+    ] * 2
+    assert said[-1] == "2 of 2 completions, 6 tokens"
+    groups, scored = completer.score(columns, rows)
+    assert scored.values.tolist() == [[1.0], [0.0]]
+    assert groups[0].columns == {"answer": "12"}
+    with pytest.raises(mw.UserError, match="no chat template"):
+        Completer(same, TOKENIZER, {}.get).encode(talk)
+
+
 def test_prompts_from_files(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"q": "1+1=", "answer": 2}\n{"q": [49, 43], "level": "b"}\n')
@@ -200,9 +290,19 @@ def test_prompts_from_files(tmp_path):
 
 
 def test_sums():
-    text = SumSource().rows(np.array([3748]))
+    every = np.arange(8100)
+    prompts = SumSource(for_prompts=True).rows(every)
+    assert len(set(prompts["prompt"])) == len(SumSource()) == 8100
+    first = prompts["prompt"].tolist().index("37+48=")
+    assert prompts["answer"][first] == "85"
+    text = SumSource().rows(every[first:])
     tokens, mask = text["tokens"][0], text["mask"][0]
     assert TOKENIZER.decode(tokens).rstrip("\0") == "37+48=85\n"
     assert TOKENIZER.decode(tokens[1:][mask > 0]) == "85\n"
-    prompts = SumSource(for_prompts=True).rows(np.array([3748]))
-    assert (prompts["prompt"][0], prompts["answer"][0]) == ("37+48=", "85")
+
+
+def test_sums_held_out_of_fewer_are_held_out_of_all():
+    few, all_ = (split_source(SumSource(most=n, for_prompts=True), 0.1) for n in (900, None))
+    held, train = (set(all_[n].rows(np.arange(len(all_[n])))["prompt"]) for n in (1, 0))
+    assert set(few[1].rows(np.arange(len(few[1])))["prompt"]) < held
+    assert set(few[0].rows(np.arange(len(few[0])))["prompt"]) < train

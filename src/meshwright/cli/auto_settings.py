@@ -17,6 +17,7 @@ from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.plan_report import AUTO, choose_plan
 from meshwright.planner.search.candidates import config_task
 from meshwright.recipe import make_recipe
+from meshwright.trainer.rollouts.rollout_memory import rollout_needs
 
 _FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat", "sharding.blocks",
           "training.sync_gradients_every", "pipeline.schedule", "pipeline.num_chunks")  # fmt: skip
@@ -51,4 +52,5 @@ def config_estimator(config: Config, global_batch_size: int) -> Estimator:
         batch,
         trainable=recipe.trained,
         precision=precision(config),
+        rollout=rollout_needs(recipe.task, recipe.model, precision(config)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -16,13 +16,19 @@ from meshwright.cli.output import Output
 from meshwright.errors import ExitCode
 from meshwright.text.columns import Columns
 from meshwright.text.units import counted, human_bytes
+from meshwright.trainer.rollouts.rollout_files import rollout_missing
 
 
 def run(arguments: Arguments, output: Output) -> int:
     """Check every checkpoint and print the verdicts."""
     (run_dir,) = arguments.words("one run", example="outputs/<project>/<date>/<time>")
     folder, step = find_store(Path(run_dir))
-    checked = check_checkpoints(folder, step)
+    checked = [
+        replace(each, verdict="damaged", problem=problem)
+        if not each.damaged and (problem := rollout_missing(folder.parent, each.step))
+        else each
+        for each in check_checkpoints(folder, step)
+    ]
     report = {"folder": str(folder), "checkpoints": [asdict(each) for each in checked]}
     output.result(report, _picture(checked))
     return ExitCode.CHECK_FAILED if any(each.damaged for each in checked) else ExitCode.DONE

@@ -243,6 +243,7 @@ COMMANDS = {
                 Flag("--window", "tokens that the model sees at once (default: up to 1024)", "N"),
                 Flag("--stride", "by how much windows move (default: half of one)", "N"),
                 Flag("--rewards", "score completions of prompts instead, by these", "NAMES"),
+                Flag("--field", "the field of the file with the prompt (default: prompt)", "NAME"),
                 Flag("--preset", "how they are drawn: greedy, standard or liberal", "NAME"),
                 Flag("--samples", "completions of each prompt (default: 1 or 8)", "N"),
                 Flag("--threshold", "the least reward of a right completion (default: 1)", "X"),

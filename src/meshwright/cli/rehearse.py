@@ -44,6 +44,7 @@ from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.activity import activity
 from meshwright.runtime.jax_internals import attention_on
 from meshwright.text.columns import Indented
+from meshwright.trainer.rollouts.rollout_memory import rollout_needs
 from meshwright.trees import resize_batch
 
 ON = "--on"
@@ -85,7 +86,12 @@ def _estimate(recipe: Recipe, batch: Any, plan: Plan, hardware: Hardware | None)
     hardware = hardware or Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
     with activity("estimating the plan"):
         estimator = Estimator(
-            recipe.model, recipe.loss, recipe.whole_optimizer, batch, precision=plan.precision
+            recipe.model,
+            recipe.loss,
+            recipe.whole_optimizer,
+            batch,
+            precision=plan.precision,
+            rollout=rollout_needs(recipe.task, recipe.model, plan.precision),
         )
         return estimator.estimate(plan, hardware)
 

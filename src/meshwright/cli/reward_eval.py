@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.cli.text_model import decimal, number_format, open_model, read_lines
+from meshwright.cli.text_model import decimal, number_format, open_model
 from meshwright.errors import ExitCode, UserError, did_you_mean
 from meshwright.runtime.activity import activity
 from meshwright.text.units import counted
@@ -19,45 +18,42 @@ PRESETS: dict[str, dict[str, Any]] = {
     "standard": {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
     "liberal": {"temperature": 0.85, "top_k": 2000, "top_p": 1.0},
 }
-_EXAMPLE = '{"prompt": "37+48=", "answer": "85"}'
 
 
 def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str) -> int:
     """Complete the prompts of a file, score them, and print shares."""
-    records = read_lines(Path(file), {"prompt": str, "tokens": list}, _EXAMPLE)
     preset = arguments.flags.get("--preset", "greedy")
     if preset not in PRESETS:
         hint = did_you_mean(preset, PRESETS) or f"write one of {', '.join(PRESETS)}"
         raise UserError(f"there is no preset `{preset}`", fix=hint)
-    from meshwright.generation.generate import make_generator
-    from meshwright.generation.text_settings import ends_of
-    from meshwright.rewards.reward_set import Group, read_rewards
+    import numpy as np
+
+    from meshwright.data.prompts import PROMPT, prompt_source
+    from meshwright.rewards.reward_set import read_rewards
+    from meshwright.trainer.rollouts.completer import Completer
 
     rewards = read_rewards(arguments.flags["--rewards"].split(","))
-    columns = [{k: v for k, v in each.items() if k not in ("prompt", "tokens")} for each in records]
-    rewards.check(list(columns[0]))
+    source = prompt_source(path=file, field=arguments.flags.get("--field", PROMPT))
+    columns = source.rows(np.arange(len(source)))
+    rewards.check([name for name in columns if name != PROMPT])
     model, settings = open_model(arguments, path)
+    completer = Completer(rewards, settings.tokenizer, settings.file)
     samples = arguments.number("--samples", 1 if preset == "greedy" else 8)
-    generator = make_generator(
-        model,
-        tokenizer=settings,
-        max_new_tokens=arguments.number("--max-new-tokens", 256, most=2**31 - 1),
-        samples=samples,
-        seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
-        batch_size=arguments.number("--batch-size", 256, most=2**20),
-        mesh=arguments.flags.get("--mesh"),
-        dtype=number_format(arguments, output, settings, path),
-        stop_tokens=ends_of(settings.stop_tokens, settings.tokenizer),
-        **PRESETS[preset],
-    )
-    prompts = [each.get("prompt", each.get("tokens")) for each in records]
-    with activity(f"completing {counted(len(prompts), 'prompt')}"):
-        rows = generator(generator.read(prompts))
-    made = [row.tokens if row.text is None else row.text for row in rows]
-    parts = [made[n : n + samples] for n in range(0, len(made), samples)]
-    groups = [Group(*each) for each in zip(prompts, parts, columns, strict=True)]
-    with activity("rewards"):
-        scored = rewards.score(groups)
+    with activity(f"completing {counted(len(source), 'prompt')}") as report:
+        rows = completer.complete(
+            model,
+            columns,
+            report,
+            max_new_tokens=arguments.number("--max-new-tokens", 256, most=2**31 - 1),
+            samples=samples,
+            seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
+            batch_size=arguments.number("--batch-size", 256, most=2**20),
+            mesh=arguments.flags.get("--mesh"),
+            dtype=number_format(arguments, output, settings, path),
+            **PRESETS[preset],
+        )
+        report("rewards")
+        groups, scored = completer.score(columns, rows)
     rewards.processes.close()
     for text in filter(None, [rewards.note, *scored.warnings()]):
         output.say(text)

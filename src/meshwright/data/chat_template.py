@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.document_marks import CONFIG
+from meshwright.data.document_marks import CONFIG, Files
 from meshwright.data.documents import check_text
 from meshwright.errors import UserError, first_line, missing_package
 from meshwright.text.json_text import parse_json
@@ -144,27 +144,38 @@ class ChatTemplate:
 
 def read_template(folder: Path | None) -> ChatTemplate | None:
     """Return the template that the files of a folder have; None if there is none."""
-    if folder is None:
-        return None
-    found = _object(folder / CONFIG).get("chat_template")
+    return None if folder is None else template_of(_files_of(folder), folder)
+
+
+def template_of(files: Files, origin: object) -> ChatTemplate | None:
+    """Return the template that files have, which are from somewhere; None if there is none."""
+    found = _object(files, CONFIG, origin).get("chat_template")
     if isinstance(found, list):
         found = {str(each.get("name")): each.get("template") for each in found}.get("default")
-    if (folder / TEMPLATE).is_file():
-        found = (folder / TEMPLATE).read_bytes().decode()
+    if (own := files(TEMPLATE)) is not None:
+        found = own.decode() if isinstance(own, bytes) else own
     if not isinstance(found, str):
         return None
-    return ChatTemplate(found, special_tokens(folder), f"the chat template of {folder}")
+    return ChatTemplate(found, _special_tokens(files, origin), f"the chat template of {origin}")
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """Return the special tokens of a folder by name, such as ``bos_token``."""
+    return _special_tokens(_files_of(folder), folder)
+
+
+def _special_tokens(files: Files, origin: object) -> dict[str, str]:
     texts = {
         key: value.get("content") if isinstance(value, Mapping) else value
         for name in ("special_tokens_map.json", CONFIG)
-        for key, value in _object(folder / name).items()
+        for key, value in _object(files, name, origin).items()
         if key.endswith("_token")
     }
     return {key: value for key, value in texts.items() if isinstance(value, str)}
+
+
+def _files_of(folder: Path) -> Files:
+    return lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None
 
 
 def no_template(folder: object, fix: str) -> UserError:
@@ -173,10 +184,11 @@ def no_template(folder: object, fix: str) -> UserError:
     return UserError(f"there is no chat template in {folder}", why=why, fix=fix)
 
 
-def _object(file: Path) -> dict[str, Any]:
-    values = parse_json(file.read_bytes()) if file.is_file() else {}
+def _object(files: Files, name: str, origin: object) -> dict[str, Any]:
+    text = files(name)
+    values = {} if text is None else parse_json(text)
     if not isinstance(values, dict):
-        raise UserError(f"cannot read {file}", why="it is not a JSON object")
+        raise UserError(f"cannot read {origin}/{name}", why="it is not a JSON object")
     return values
 
 

@@ -17,7 +17,7 @@ from meshwright.data.records import parsed_records
 from meshwright.data.token_cache import nothing
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 from meshwright.errors import UserError
-from meshwright.text.units import a_type
+from meshwright.text.units import a_type, counted
 
 PROMPT = "prompt"
 
@@ -116,33 +116,42 @@ def as_objects(values: Sequence[Any]) -> NDArray[Any]:
 
 
 class SumSource:
-    """All sums of two numbers below ``most``: as prompts with answers, or as rows of bytes.
+    """All sums of two numbers of so many digits: as prompts with answers, or as rows of bytes.
 
-    Sample i is the sum of i // most and i % most. Only the answer counts in rows of bytes.
+    They come in a random order that is always the same. Only the answer counts in rows of bytes.
 
     Args:
-        most: the numbers are below it.
+        digits: the digits of the numbers.
+        most: only the first so many sums; None for all.
         for_prompts: whether samples are prompts.
     """
 
     tokenizer = ByteTokenizer()
 
-    def __init__(self, *, most: int = 100, for_prompts: bool = False) -> None:
-        if not 1 <= most <= 10_000:
-            raise UserError(f"data.most={most}", fix="write a number from 1 to 10000")
-        self.most, self.for_prompts = most, for_prompts
+    def __init__(
+        self, *, digits: int = 2, most: int | None = None, for_prompts: bool = False
+    ) -> None:
+        if digits not in (1, 2, 3):
+            raise UserError(f"data.digits={digits}", fix="write 1, 2 or 3")
+        self.digits, self.for_prompts = digits, for_prompts
+        self._least = 10 ** (digits - 1)
+        order = np.random.default_rng(0).permutation((9 * self._least) ** 2)
+        if most is not None and not 1 <= most <= len(order):
+            raise UserError(f"data.most={most}", fix=f"write a number from 1 to {len(order)}")
+        self._order = order[:most]
 
     def __len__(self) -> int:
-        return self.most**2
+        return len(self._order)
 
     def rows(self, ids: NDArray[np.int64]) -> HostBatch:
         """Return these sums."""
-        pairs = [divmod(int(n), self.most) for n in ids]
+        chosen = [divmod(int(n), 9 * self._least) for n in self._order[ids]]
+        pairs = [(self._least + a, self._least + b) for a, b in chosen]
         prompts = [f"{a}+{b}=" for a, b in pairs]
         answers = [str(a + b) for a, b in pairs]
         if self.for_prompts:
             return {PROMPT: as_objects(prompts), "answer": as_objects(answers)}
-        length = 3 * len(str(self.most - 1)) + 4
+        length = 3 * self.digits + 4
         tokens = np.zeros((len(ids), length), np.int32)
         mask = np.zeros((len(ids), length - 1), np.float32)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -153,8 +162,8 @@ class SumSource:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the size."""
-        return fingerprint_of("sums", self.most)
+        return fingerprint_of("sums", self.digits, len(self))
 
     def describe(self) -> str:
         """Return the number of sums."""
-        return f"{len(self):,} sums of two numbers below {self.most}"
+        return f"{len(self):,} sums of two numbers of {counted(self.digits, 'digit')}"

@@ -48,9 +48,9 @@ class RolloutData(Data):
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
         """Return the batch of one step, or these rows of it; it may generate it first."""
-        self.num_prompts(batch_size)
         if self.make is None:
             return take_rows(self.task.synthetic_batch(step, batch_size), rows)
+        self.num_prompts(batch_size)
         number, inside = divmod(step, self.task.num_iterations)
         if self._made is None and inside and self.resume is not None:
             self._made = (number, self.resume(number))

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -427,6 +428,28 @@ def how_generated(model: Any) -> str:
     except UserError:
         return ""
     return how_decoded(make_decoder(split_model(model), length))
+
+
+def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tuple[Any, Any]:
+    """Return the logits and the cache of a row, as shapes, for a model without values.
+
+    Args:
+        model: the model.
+        prompt: tokens of the prompt.
+        length: the most tokens of the row.
+        dtype: format of the weights while generating.
+    """
+    split, length = split_model(model, half_precision(dtype)), min(length, context_of(model))
+    decoder = make_decoder(split, length_bucket(length, context_of(model)))
+    kinds = [jnp.issubdtype(weight.dtype, jnp.floating) for weight in split.weights]
+    weights = [
+        jax.ShapeDtypeStruct(w.shape, dtype if floats and dtype is not None else w.dtype)
+        for w, floats in zip(split.weights, kinds, strict=True)
+    ]
+    tokens, one = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,)))
+    return jax.eval_shape(
+        lambda values, *rows: decoder.start(decoder.prepare(values), *rows), weights, tokens, one
+    )
 
 
 def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:

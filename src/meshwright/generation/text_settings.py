@@ -56,7 +56,7 @@ class TextSettings:
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         """The tokens that end a text."""
-        named = [token for token, _ in named_ends(self._bytes)]
+        named = [token for token, _ in named_ends(self.file)]
         own = self.tokenizer.marks.end[-1:] if isinstance(self.tokenizer, FileTokenizer) else ()
         return tuple(dict.fromkeys([*named, *own, *self._turn_end[0]]))
 
@@ -67,13 +67,7 @@ class TextSettings:
 
     @cached_property
     def _turn_end(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """The token that ends an answer, or else the text that does."""
-        end, known = self.chat.turn_end if self.answers else "", self.tokenizer
-        if isinstance(known, FileTokenizer) and end:
-            ids, after_space = (known.encode(text).tolist() for text in (end, f". {end}"))
-            if known.decode(ids) == end and ids == after_space[-1:]:
-                return tuple(ids), ()
-        return (), (end,) if end else ()
+        return turn_stops(self.chat, TextTokens(self.tokenizer)) if self.answers else ((), ())
 
     @cached_property
     def sampling(self) -> dict[str, Any]:
@@ -94,13 +88,14 @@ class TextSettings:
             raise no_template(self.folder, fix)
         return found
 
-    def _bytes(self, name: str) -> bytes | None:
+    def file(self, name: str) -> bytes | None:
+        """Return the content of a file; None if there is none."""
         path = None if self.folder is None else self.folder / name
         return path.read_bytes() if path is not None and path.is_file() else None
 
     def read_object(self, name: str) -> dict[str, Any]:
         """Return what a JSON file has; nothing if there is none."""
-        text = self._bytes(name)
+        text = self.file(name)
         values = {} if text is None else parse_json(text)
         if not isinstance(values, dict):
             raise UserError(f"cannot read {self.folder}/{name}", why="it is not a JSON object")
@@ -122,6 +117,16 @@ def read_text_settings(path: str | Path) -> TextSettings:
         if (folder / TOKENIZER).is_file() or is_hf_folder(folder):
             return _of_hf_folder(TextSettings(folder))
     return TextSettings(path)
+
+
+def turn_stops(template: ChatTemplate, text: TextTokens) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the token that ends an answer, or else the text that does."""
+    end = template.turn_end
+    if text.tokenizer is not None and end:
+        ids, after_space = (text.encode(each, start=False).tolist() for each in (end, f". {end}"))
+        if text.decode(ids) == end and ids == after_space[-1:]:
+            return tuple(ids), ()
+    return (), (end,) if end else ()
 
 
 def ends_of(named: Sequence[int], tokenizer: Any) -> list[int]:

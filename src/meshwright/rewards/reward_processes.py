@@ -47,7 +47,9 @@ class _Worker:
     deadline: float = 0.0
 
     def end(self) -> None:
-        self.connection.close()
+        # Something else may have closed it by now, such as the end of the interpreter.
+        with suppress(OSError):
+            self.connection.close()
         self.process.kill()
         self.process.wait()
 

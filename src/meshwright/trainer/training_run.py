@@ -426,8 +426,8 @@ def _make_rollouts(
         seed=trainer.seed,
         run_dir=asked.run_dir,
         run=run,
-        ends=[token for token, _ in named_ends(start.hf_files.get)],
-        weights=trainer.weights,
+        resumed=start.point and start.point.folder.parent,
+        hf_files=start.hf_files,
         log_every=trainer.log_every,
     )
     for prompts in filter(None, (asked.data.prompts, asked.eval_data)):

@@ -35,7 +35,8 @@ class MemoryEstimate:
     Parameters (with other state of the model), optimizer and batch are exact, and so are
     ``all_gradients``, which exist together before the optimizer runs. Gradients, gathered or cast
     weights, activations for the backward pass and what else is ``working`` are those at the moment
-    of the peak. The margin ``reserved`` is not in `compiled`.
+    of the peak. The margin ``reserved`` is not in `compiled`, and neither are the ``reference`` of
+    learning from rewards, and what a ``rollout`` needs beyond what a step has besides its state.
     """
 
     parameters: int
@@ -46,6 +47,8 @@ class MemoryEstimate:
     activations: int = 0
     working: int = 0
     reserved: int = 0
+    reference: int = 0
+    rollout: int = 0
     all_gradients: int = 0
 
     @property
@@ -56,7 +59,7 @@ class MemoryEstimate:
     @property
     def least(self) -> int:
         """Bytes without which no step is possible: state, gradients, batch."""
-        return self.state + self.batch + self.all_gradients
+        return self.state + self.batch + self.all_gradients + self.reference
 
     @property
     def compiled(self) -> int:
@@ -73,7 +76,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Bytes in use on the device."""
-        return self.compiled + self.reserved
+        return self.compiled + self.reserved + self.reference + self.rollout
 
 
 @dataclass(frozen=True)

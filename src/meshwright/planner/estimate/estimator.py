@@ -19,6 +19,7 @@ from meshwright.mesh.axes import MODEL_AXES
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import CPU_MARGIN, Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.estimate.model_states import ModelStates, PlacedState, state_key
+from meshwright.planner.estimate.rollout_needs import RolloutNeeds
 from meshwright.planner.estimate.traced_programs import (
     GradientPrograms,
     TracedPrograms,
@@ -73,7 +74,7 @@ class Estimator:
     Programs are traced for two samples and one device, once for each way to save activations; what
     a plan needs follows from how its mesh shards their arrays. Nothing is allocated. What does not
     depend on a plan, such as the number of blocks, is read from the program in ``precision``, the
-    compute format of most plans.
+    compute format of most plans. ``rollout`` says what rollouts need, if there are any.
     """
 
     @activity("tracing the model")
@@ -86,8 +87,10 @@ class Estimator:
         *,
         trainable: Trained = nnx.Param,
         precision: Precision = "no",
+        rollout: RolloutNeeds | None = None,
     ) -> None:
         self._precision: Precision = precision
+        self._rollout = rollout
         self._samples = resize_batch(batch, SAMPLES)
         self._leaves = adapt_model(describe_model(model, trainable), loss, self._samples)
         self._programs = TracedPrograms(loss, self._leaves, self._samples, precision)
@@ -230,6 +233,10 @@ class Estimator:
         )
 
     def _memory(self, case: _Case) -> MemoryEstimate:
+        found, rollout = self._step_memory(case), self._rollout
+        return rollout.added_to(found, case.plan, self._states.of(case.plan)) if rollout else found
+
+    def _step_memory(self, case: _Case) -> MemoryEstimate:
         plan, state = case.plan, self._states.of(case.plan)
         steps = plan.batch.gradient_accumulation_steps
         traced = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._samples))

@@ -117,7 +117,8 @@ class ModelStates:
         trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
         shares: dict[int, LeafShares] = {}
         parameters = gradients = sums = 0
-        outside = 0.0
+        outside = generating = 0.0
+        trained_bytes, widest = 0, 8 if plan.precision == "no" else 2
         for number, (step, placement) in enumerate(zip(leaves, placements, strict=True)):
             without = _shards(placement, sizes, "fsdp")
             whole = 1 / without
@@ -128,14 +129,27 @@ class ModelStates:
             gradient = whole if zero == 1 else least
             shares[number] = LeafShares(whole, at_rest, gradient)
             parameters += round(step.leaf.nbytes * at_rest)
+            size = step.leaf.size * min(widest, step.leaf.dtype.itemsize)
+            generating += size / _shards(placement, sizes, "fsdp", PIPE)
             if step.leaf.role == "param":
+                trained_bytes += round(step.leaf.nbytes * at_rest)
                 if staged and number not in staged:
                     outside += step.leaf.nbytes / _shards(placement, sizes, "fsdp", "pipe")
                 gradients += round(step.leaf.nbytes * gradient)
                 sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
         placed = optimizer.placed([placements[n] for n in trained], sizes)
         own = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
-        return PlacedState(parameters, own, gradients, sums, shares, weights, outside)
+        return PlacedState(
+            parameters=parameters,
+            optimizer=own,
+            gradients=gradients,
+            sums=sums,
+            shares=shares,
+            weights=weights,
+            outside=outside,
+            trained=trained_bytes,
+            generating=generating,
+        )
 
     def _flat_optimizer(
         self, layout: Layout, placements: Sequence[Placement], sizes: Mapping[str, int]
@@ -199,7 +213,8 @@ class PlacedState:
     All but ``shares``, by number of the step leaf, and ``weights``, how many are placed alike, are
     bytes. Parameters include the model's other state, gradients are reduced, sums are those over
     microbatches. ``outside`` are parameters outside of pipeline stages as each stage computes with
-    them: sharded over the tensor axis alone.
+    them: sharded over the tensor axis alone. So are ``generating``, all parameters in the compute
+    format; ``trained`` are the parameters that are.
     """
 
     parameters: int
@@ -209,6 +224,8 @@ class PlacedState:
     shares: Mapping[int, LeafShares]
     weights: Mapping[PlacedWeight, int]
     outside: float = 0.0
+    trained: int = 0
+    generating: float = 0.0
 
 
 def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:

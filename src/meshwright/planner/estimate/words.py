@@ -11,7 +11,7 @@ from meshwright.text.units import counted, human_bytes, human_seconds
 
 CATEGORIES = (
     "parameters", "optimizer", "gradients", "batch", "gathered", "activations", "working",
-    "reserved"
+    "reserved", "reference", "rollout"
 )  # fmt: skip
 """What memory is used for, in the order of drawings."""
 

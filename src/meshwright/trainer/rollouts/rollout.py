@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat_template import ChatTemplate, no_template, read_template
 from meshwright.data.prompts import PROMPT
 from meshwright.data.protocols import Data, HostBatch
 from meshwright.data.rollout_data import RolloutData
 from meshwright.data.user_data import as_data
-from meshwright.errors import ANY, Setting, UserError
-from meshwright.generation.generate import make_generator
-from meshwright.generation.text_settings import HALF, TextTokens, ends_of
-from meshwright.generation.token_loop import CHUNK, Ended, Prompt, Row
-from meshwright.processes import gather, process_count, process_index
-from meshwright.rewards.reward_set import Group, RewardSet, Scored, read_rewards
+from meshwright.errors import Setting, UserError
+from meshwright.generation.text_settings import HALF
+from meshwright.generation.token_loop import Ended, Row
+from meshwright.program.trace.adapters import PREFIX
+from meshwright.rewards.reward_set import RewardSet, read_rewards
 from meshwright.runtime.activity import activity
-from meshwright.runtime.heartbeat import own_heartbeat
 from meshwright.step.state import TrainState
 from meshwright.tasks.grpo import GRPO, group_advantages, token_log_probs
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.evaluating.evaluation import EVAL_SAMPLES, predict
 from meshwright.trainer.programs import Programs
+from meshwright.trainer.rollouts.completer import Completer, Report, json_number, prompts_of
 from meshwright.trainer.rollouts.rollout_files import RolloutFiles
-
-Report = Callable[[str], None]
 
 
 @dataclass
@@ -48,8 +44,8 @@ class Rollouts:
         seed: decides the samples, with the number of the prompt, of the sample and the position.
         run_dir: the run folder; None writes nothing.
         run: identifies the run.
-        ends: tokens that end a completion, as the model's folder says.
-        weights: the folder that the model is from, which has the chat template.
+        resumed: the folder of the run whose checkpoint is resumed from.
+        hf_files: files of the folder that the model is from, by name.
         log_every: steps between two lines of metrics.
         tracker: gets the times of rollouts, and what goes wrong.
     """
@@ -61,8 +57,8 @@ class Rollouts:
     seed: int
     run_dir: Path | None = None
     run: str = ""
-    ends: Sequence[int] = ()
-    weights: str | Path | None = None
+    resumed: Path | None = None
+    hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
     log_every: int = 1
     tracker: Tracker = field(default_factory=Tracker)
     _reference: Any = None
@@ -76,11 +72,13 @@ class Rollouts:
             seconds=task.reward_seconds,
             processes=task.reward_processes,
         )
-        self.files = RolloutFiles(self.run_dir, self.run, self.rewards.names)
-        self.text = TextTokens(self.data.tokenizer, "the prompts have none")
-        self.data.make, self.data.resume = self, self._kept
-        ends = ends_of(self.ends, self.data.tokenizer)
-        self._ends = ends if task.eos_tokens is None else [*task.eos_tokens]
+        self.files = RolloutFiles(
+            self.run_dir, self.run, self.rewards.names, task.num_iterations, self.resumed
+        )
+        self.completer = Completer(
+            self.rewards, self.data.tokenizer, self.hf_files.get, task.eos_tokens
+        )
+        self.data.make, self.data.resume = self, self.files.kept
 
     def check(self, prompts: Data) -> None:
         """Refuse prompts that are too long, and rewards that need columns they do not have."""
@@ -90,8 +88,8 @@ class Rollouts:
             columns, ids = prompts.batch(step, size), prompts.ids(step, size)
             if not step:
                 self.rewards.check([name for name in columns if name != PROMPT])
-            for n, prompt in enumerate(_prompts(columns)):
-                self._encode(step * size + n if ids is None else int(ids[n]), prompt)
+            for n, prompt in enumerate(prompts_of(columns)):
+                self._check_length(step * size + n if ids is None else int(ids[n]), prompt)
 
     def __call__(self, number: int, batch_size: int) -> HostBatch:
         """Return the batch of a rollout."""
@@ -99,7 +97,16 @@ class Rollouts:
         with activity(f"rollout {number + 1}", afterwards=False) as report:
             columns = self.data.prompts.batch(number, self.data.num_prompts(batch_size))
             with _timed(seconds, "rollout_seconds"):
-                rows = self._complete(self.current(), columns, number, report)
+                rows = self._complete(
+                    self.current(),
+                    columns,
+                    report,
+                    first=number * len(prompts_of(columns)),
+                    samples=self.task.num_generations,
+                    temperature=self.task.temperature,
+                    top_k=self.task.top_k,
+                    top_p=self.task.top_p,
+                )
             with _timed(seconds, "reward_seconds"):
                 report("rewards")
                 values = self._values(number, columns, rows)
@@ -124,8 +131,8 @@ class Rollouts:
         count = min(prompts.num_samples or 0, limit or 2**31)
         with activity("evaluating", afterwards=False) as report:
             columns = prompts.batch(0, count)
-            rows = self._complete(state, columns, 0, report, greedy=True)
-            scored = self._score(_groups(columns, rows, 1))
+            rows = self._complete(state, columns, report, temperature=0.0)
+            _, scored = self.completer.score(columns, rows)
         known = np.isfinite(scored.values).all(axis=1)
         means = scored.values[known].mean(axis=0) if known.any() else scored.values.mean(axis=0)
         reward = float(self.rewards.total(means[None])[0])
@@ -134,93 +141,46 @@ class Rollouts:
         return {**found, EVAL_SAMPLES: count}
 
     def _complete(
-        self, state: TrainState, columns: Any, number: int, report: Report, *, greedy: bool = False
+        self, state: TrainState, columns: Any, report: Report, samples: int = 1, **drawn: Any
     ) -> list[Row]:
         """Complete prompts with the model of a state, on the training mesh."""
         task, assembled = self.task, self.programs.assembled
-        encoded = [self._encode(n, prompt) for n, prompt in enumerate(_prompts(columns))]
-        first, samples = number * len(encoded), 1 if greedy else task.num_generations
-        drawn: dict[str, Any] = {"temperature": 0.0}
-        if not greedy:
-            drawn = {"temperature": task.temperature, "top_k": task.top_k, "top_p": task.top_p}
-        generator = make_generator(
+        return self.completer.complete(
             assembled.model(state),
-            max_new_tokens=task.max_generation_steps,
-            tokenizer=self.text.tokenizer,
+            columns,
+            report,
             samples=samples,
+            max_new_tokens=task.max_generation_steps,
             seed=self.seed,
-            batch_size=task.generation_batch_size or len(encoded) * samples,
+            batch_size=task.generation_batch_size or len(prompts_of(columns)) * samples,
             context_length=task.length,
             dtype=HALF.get(assembled.plan.precision),
-            stop_tokens=self._ends,
             **drawn,
         )
-        total, done = len(encoded) * samples, 0
 
-        def on_piece(piece: Any) -> None:
-            nonlocal done
-            own_heartbeat().tick()
-            done += bool(piece.ended)
-            report(f"{done:,} of {total:,} completions")
-
-        prompts = [Prompt(first + n, tokens) for n, tokens in enumerate(encoded)]
-        return generator(prompts, on_piece, chunk=CHUNK)
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        folder = Path(self.weights or ".")
-        found = read_template(folder)
-        if found is None:
-            raise no_template(folder, f"write {Setting('model.weights', ANY)}, or texts")
-        return found
-
-    def _encode(self, number: int, prompt: Any) -> NDArray[np.int32]:
-        if isinstance(prompt, str):
-            tokens = self.text.encode(prompt)
-        elif len(prompt) and isinstance(prompt[0], dict):
-            tokens = self.text.encode(self._template.render(prompt), start=False)
-        else:
-            tokens = np.asarray(prompt, np.int32)
-        most = self.task.max_prompt_length
-        if not 0 < len(tokens) <= most:
+    def _check_length(self, number: int, prompt: Any) -> None:
+        count, most = len(self.completer.encode(prompt)), self.task.max_prompt_length
+        if not 0 < count <= most:
             raise UserError(
-                f"prompt {number} has {len(tokens):,} tokens",
+                f"prompt {number} has {count:,} tokens",
                 why=f"{Setting('generation.max_prompt_length', most)}: {str(prompt)[:60]!r}",
-                fix=f"write {Setting('generation.max_prompt_length', len(tokens))}, or leave it out"
-                if len(tokens)
+                fix=f"write {Setting('generation.max_prompt_length', count)}, or leave it out"
+                if count
                 else "leave it out: a model continues at least one token",
             )
-        return tokens
 
     def _values(self, number: int, columns: Any, rows: list[Row]) -> NDArray[np.float64]:
         """Return the rewards [B, F]: those of an earlier attempt, or new ones."""
         stored = self.files.rewards(number, [row.tokens for row in rows])
         if stored is not None:
             return np.array(stored, np.float64)
-        scored = self._score(_groups(columns, rows, self.task.num_generations))
+        _, scored = self.completer.score(columns, rows)
         for text in scored.warnings():
             self.tracker.event("warning", number * self.task.num_iterations, text, {})
         for name, (count, problem) in scored.problems.items():
             if count == len(rows):
                 raise UserError(f"the reward {name} fails for every completion", why=problem)
         return scored.values
-
-    def _score(self, groups: list[Group]) -> Scored:
-        """Score groups; each process scores its own, and all get all."""
-        count = process_count()
-        own = self.rewards.score(groups[process_index() :: count])
-        if count == 1:
-            return own
-        size = len(groups[0].completions)
-        values = np.empty((len(groups) * size, len(self.rewards.names)))
-        problems: dict[str, tuple[int, str]] = {}
-        parts = gather([[[_number(v) for v in row] for row in own.values], own.problems])
-        for process, (found, wrong) in enumerate(parts):
-            places = np.arange(len(groups))[process::count, None] * size + np.arange(size)
-            values[places.ravel()] = np.array(found, float).reshape(-1, values.shape[1])
-            for name, (lost, first) in wrong.items():
-                problems[name] = (problems.get(name, (0, ""))[0] + lost, first)
-        return Scored(values, problems)
 
     def _batch(self, rows: list[Row]) -> HostBatch:
         """Return what rows say by themselves: tokens, masks and log-probabilities."""
@@ -265,64 +225,46 @@ class Rollouts:
             batch["counted"] *= 1 - batch["truncated"]
 
     def _reference_log_probs(self, batch: HostBatch) -> NDArray[np.float32]:
+        state = self.current()
         if self._reference is None:
-            # Arrays of its own, which no step donates; only the weights are kept.
-            self._reference = replace(self.initial(), optimizer=None)
+            self._reference = self._reference_params(state)
+        # Nothing else changes in training, so that weights that are not trained have no copy.
+        state = replace(state, params=self._reference, optimizer=[])
         tokens = as_data({"tokens": batch["tokens"]})
-        found = predict(self.programs, self._reference, tokens, token_log_probs)
+        found = predict(self.programs, state, tokens, token_log_probs)
         return np.where(batch["completion_mask"] > 0, found, 0).astype(np.float32)
+
+    def _reference_params(self, state: TrainState) -> list[Any]:
+        """Return what the reference has in place of trained leaves: adapters are switched off."""
+        leaves = self.programs.assembled.model_leaves.leaves
+        if all(leaf.path.startswith(PREFIX) for leaf in leaves if leaf.role == "param"):
+            return [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in state.params]
+        return self.initial().params
 
     def _write(
         self, number: int, columns: Any, rows: list[Row], batch: HostBatch, values: Any
     ) -> None:
         total, names = self.rewards.total(values), self.rewards.names
-        prompts = np.repeat(np.arange(len(_prompts(columns))), self.task.num_generations)
+        prompts = np.repeat(np.arange(len(prompts_of(columns))), self.task.num_generations)
         lines = [
             {
                 "rollout": number,
-                "prompt": _plain(_prompts(columns)[prompts[n]]),
+                "prompt": _plain(prompts_of(columns)[prompts[n]]),
                 "sample": row.sample,
                 "completion": row.tokens if row.text is None else row.text,
                 "tokens": len(row.tokens),
                 "ended": str(row.ended),
-                "reward": _number(total[n]),
-                "rewards": {name: _number(v) for name, v in zip(names, values[n], strict=True)},
+                "reward": json_number(total[n]),
+                "rewards": {name: json_number(v) for name, v in zip(names, values[n], strict=True)},
                 "advantage": float(batch["advantages"][n]),
             }
             for n, row in enumerate(rows)
         ]
         self.files.write(number, lines, [row.tokens for row in rows])
 
-    def _kept(self, number: int) -> HostBatch:
-        return self.files.kept(number, self.task.num_iterations)
-
-
-def _prompts(columns: Any) -> Sequence[Any]:
-    if PROMPT not in columns:
-        raise UserError(
-            "the data have no prompts",
-            why=f"their columns are {', '.join(map(repr, columns)) or 'none'}",
-            fix='give records such as {"prompt": "37+48=", "answer": "85"}',
-        )
-    return columns[PROMPT]
-
-
-def _groups(columns: Any, rows: Sequence[Row], size: int) -> list[Group]:
-    """Return the completions of each prompt; texts, or tokens without a tokenizer."""
-    others = {name: column for name, column in columns.items() if name != PROMPT}
-    made = [row.tokens if row.text is None else row.text for row in rows]
-    return [
-        Group(prompt, made[n * size : (n + 1) * size], {name: c[n] for name, c in others.items()})
-        for n, prompt in enumerate(_prompts(columns))
-    ]
-
 
 def _plain(prompt: Any) -> Any:
     return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.checkpoint import FOLDER as CHECKPOINTS
 from meshwright.data.protocols import HostBatch
 from meshwright.errors import UserError
 from meshwright.processes import broadcast, is_main
@@ -19,7 +20,7 @@ from meshwright.trainer.run_dir import write_arrays
 
 FOLDER = "completions"
 KEPT = 8
-"""Batches that are kept for resuming inside a rollout."""
+"""Batches that are kept for resuming inside a rollout, besides those that checkpoints need."""
 
 
 class RolloutFiles:
@@ -29,11 +30,21 @@ class RolloutFiles:
         run_dir: the run folder; None writes nothing.
         run: identifies the run; what another one wrote there is not read.
         rewards: the names of the rewards.
+        num_iterations: steps of each rollout.
+        resumed: the folder of the run whose checkpoint is resumed from.
     """
 
-    def __init__(self, run_dir: Path | None, run: str, rewards: Sequence[str]) -> None:
+    def __init__(
+        self,
+        run_dir: Path | None,
+        run: str,
+        rewards: Sequence[str],
+        num_iterations: int,
+        resumed: Path | None = None,
+    ) -> None:
         self._folder = None if run_dir is None else run_dir / FOLDER
         self._run, self._rewards = run, list(rewards)
+        self._each, self._resumed = num_iterations, resumed
 
     def rewards(self, number: int, tokens: Sequence[Sequence[int]]) -> Any:
         """Return the rewards that an earlier attempt gave these very completions; None if none.
@@ -48,27 +59,33 @@ class RolloutFiles:
             return
         self._folder.mkdir(exist_ok=True)
         texts = [
-            json.dumps({**line, "run": self._run, "digest": digest(own)}, ensure_ascii=False)
+            json.dumps({**line, **self._facts(number, own)}, ensure_ascii=False)
             for line, own in zip(lines, tokens, strict=True)
         ]
-        write_atomically(self._path(number, "jsonl"), "\n".join(texts) + "\n")
+        write_atomically(_path(self._folder, number, "jsonl"), "\n".join(texts) + "\n")
 
     def keep(self, number: int, batch: HostBatch) -> None:
         """Keep a batch that several steps use."""
         if self._folder is None or not is_main():
             return
-        write_arrays(self._path(number, "npz"), batch)
-        self._path(number - KEPT, "npz").unlink(missing_ok=True)
+        write_arrays(_path(self._folder, number, "npz"), batch)
+        saved = self._folder.with_name(CHECKPOINTS).glob("[0-9]*")
+        needed = {int(path.name) // self._each for path in saved if path.name.isdigit()}
+        for path in self._folder.glob("*.npz"):
+            if int(path.stem) <= number - KEPT and int(path.stem) not in needed:
+                path.unlink(missing_ok=True)
 
-    def kept(self, number: int, num_iterations: int) -> HostBatch:
-        """Return a batch that was kept."""
-        path = None if self._folder is None else self._path(number, "npz")
-        if path is None or not path.is_file():
+    def kept(self, number: int) -> HostBatch:
+        """Return a batch that was kept, by this run or the one that it continues."""
+        places = [self._folder, self._resumed and self._resumed / FOLDER]
+        paths = [_path(folder, number, "npz") for folder in places if folder is not None]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
             raise UserError(
-                f"step {number * num_iterations + 1} began a rollout that is not there any more",
-                why=f"{path or 'the run has no folder'}: its completions are those of an earlier "
-                "model, and cannot be made again",
-                fix=f"resume from a checkpoint whose step is a multiple of {num_iterations}",
+                f"step {number * self._each + 1} began a rollout that is not there any more",
+                why=f"{paths[-1] if paths else 'the run has no folder'}: its completions are those "
+                "of an earlier model, and cannot be made again",
+                fix=f"resume from a checkpoint whose step is a multiple of {self._each}",
             )
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
@@ -76,7 +93,7 @@ class RolloutFiles:
     def _stored(self, number: int, tokens: Sequence[Sequence[int]]) -> list[list[float]] | None:
         if self._folder is None:
             return None
-        lines = list(read_lines(self._path(number, "jsonl")))
+        lines = list(read_lines(_path(self._folder, number, "jsonl")))
         found = [(line.get("run"), line.get("digest")) for line in lines]
         if found != [(self._run, digest(own)) for own in tokens]:
             return None
@@ -86,9 +103,25 @@ class RolloutFiles:
         # A lost reward is null in JSON, and NaN here.
         return [[float("nan") if v is None else v for v in each.values()] for each in stored]
 
-    def _path(self, number: int, ending: str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{number:06}.{ending}"
+    def _facts(self, number: int, tokens: Sequence[int]) -> dict[str, Any]:
+        first = number * self._each + 1
+        steps = [first, first + self._each - 1]
+        return {"run": self._run, "steps": steps, "digest": digest(tokens)}
+
+
+def rollout_missing(run_dir: Path, step: int) -> str:
+    """Say which batch a resume after a step would need and not find; empty if none."""
+    for path in sorted((run_dir / FOLDER).glob("*.jsonl"), reverse=True):
+        first, last = next(iter(read_lines(path)), {}).get("steps", (0, 0))
+        if first <= step:
+            kept = path.with_suffix(".npz")
+            inside = step < last and not kept.is_file()
+            return f"its rollout is in use until step {last}, and {kept} is missing" * inside
+    return ""
+
+
+def _path(folder: Path, number: int, ending: str) -> Path:
+    return folder / f"{number:06}.{ending}"
 
 
 def digest(tokens: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from meshwright.planner.guidance.plan_report import AUTO, PlanReport, choose_pla
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
 from meshwright.text.columns import as_text
+from meshwright.trainer.rollouts.rollout_memory import rollout_needs
 from meshwright.trainer.starting.fewer_processes import plan_for_remaining
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
 from meshwright.trees import Batch
@@ -112,13 +113,15 @@ def data_missing(hardware: str | None) -> UserError:
 def estimator_for(settings: TrainerSettings, batch: Batch) -> Estimator:
     """Return what estimates plans for a trainer's model."""
     planned = settings.mesh if isinstance(settings.mesh, Plan) else settings
+    model = model_source(settings.model, settings.loss, lambda: batch)
     return Estimator(
-        model_source(settings.model, settings.loss, lambda: batch),
+        model,
         settings.loss,
         settings.whole_optimizer,
         batch,
         trainable=settings.trained,
         precision=planned.precision,
+        rollout=rollout_needs(settings.task, model, planned.precision),
     )
 
 
