@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.generation.row_rules import RUNNING, RowRule, row_rule, source_dim
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.op import primitives
+from meshwright.program.dims.row_rules import RUNNING, RowRule, row_rule, source_dim
 from meshwright.program.jaxpr.equations import (
     Atom,
     ClosedJaxpr,

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from meshwright.errors import UserError
+from meshwright.program.trace.keep_apart import keep_apart
 from meshwright.tasks.task import (
     Batch,
     Metrics,
@@ -38,7 +39,8 @@ class LanguageModeling:
     - ``positions``, of the same shape: the position of each token within its document.
 
     Segment ids and positions are passed to models whose call takes ``segment_ids`` and
-    ``positions``.
+    ``positions``. If a model takes no segment ids, and all three fields are there, as of packed
+    conversations, its attention is kept within documents in the program that a trainer traces.
 
     Attributes:
         vocab_size: number of tokens of the synthetic batches.
@@ -54,7 +56,11 @@ class LanguageModeling:
         segments = batch.get("segment_ids")
         known = [name for name in ("segment_ids", "positions") if name in batch]
         accepted = accepted_names(model, known) if known else []
-        logits = model(inputs, **{name: batch[name][:, : inputs.shape[1]] for name in accepted})
+        given = {name: batch[name][:, : inputs.shape[1]] for name in known}
+        if {"segment_ids", "positions", "mask"} <= batch.keys() and "segment_ids" not in accepted:
+            logits = keep_apart(model, inputs, *given.values())
+        else:
+            logits = model(inputs, **{name: given[name] for name in accepted})
         nats = cross_entropy(logits, targets)
         weights = read_weights(batch, nats)
         if segments is not None:
