@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ TooLong = Literal["cut", "drop", "stop"]
 does not start."""
 
 ChatPacking = Literal["auto", "best_fit", "none"]
-"""Whether rows hold several conversations: if the model is known to tell them apart, yes, or no."""
+"""Whether rows hold several conversations: if the model is known to keep them apart, yes, or no."""
 
 TODAY = "2025-01-01"
 """The date for templates that write today's: the tokens of a run must not change overnight."""
@@ -67,7 +67,7 @@ def chat_source(
     loss_on: LossOn = "assistant",
     too_long: TooLong = "cut",
     packing: ChatPacking = "auto",
-    takes_segments: bool | None = None,
+    mixes: Callable[[], str] | None = None,
     messages: str = "messages",
     prompt: str = "prompt",
     completion: str = "completion",
@@ -91,8 +91,8 @@ def chat_source(
             prompt with a completion, the completion is learned.
         too_long: ``cut`` conversations longer than a row, ``drop`` them, or ``stop``.
         packing: ``best_fit`` puts several conversations into a row, ``none`` gives each its own;
-            ``auto`` packs them if the model is known to tell them apart.
-        takes_segments: whether it does: its call takes ``segment_ids``. None if it is not known.
+            ``auto`` packs them if the model is known to keep them apart.
+        mixes: says why the model would not; empty if it does. None if it is not known.
         messages: the field with the messages.
         prompt: the field with the prompt: text, or messages.
         completion: the field with what follows the prompt.
@@ -105,27 +105,25 @@ def chat_source(
     check_vocabulary(loaded, vocab_size)
     found = find_template(template, tokenizer, template_arguments)
     encoder = ChatEncoder(loaded, found, loss_on)
-    apart = _packs(packing, takes_segments)
+    apart = _packs(packing, mixes)
     fields = ChatFields(messages, prompt, completion, text)
     corpus = _corpus(path, records, fields, encoder, on_corrupt)
     return _rows(corpus, encoder, cache_dir, sequence_length, too_long, apart)
 
 
-def _packs(packing: ChatPacking, takes_segments: bool | None) -> bool:
+def _packs(packing: ChatPacking, mixes: Callable[[], str] | None) -> bool:
     """Return whether several conversations share a row, and say why not."""
-    apart_by = "`segment_ids`, by which it would tell several in a row apart"
-    why = f"the model's call takes no {apart_by}"
-    if packing == "best_fit" and takes_segments is False:
+    why = "" if mixes is None or packing == "none" else mixes()
+    if packing == "best_fit" and why:
         raise UserError(
             f"{Setting('data.packing', packing)} does not fit the model",
             why=why,
-            fix=f"write {Setting('data.packing', 'none')}, or give its call this parameter",
+            fix=f"write {Setting('data.packing', 'none')}, or give its call the parameters "
+            "`segment_ids` and `positions`",
         )
-    apart = packing == "best_fit" or (packing == "auto" and takes_segments is True)
-    if packing == "auto" and not apart:
-        unknown = f"it is not known whether the model's call takes {apart_by}"
-        tell(f"conversations have a row each: {unknown if takes_segments is None else why}")
-    return apart
+    if packing == "auto" and (mixes is None or why):
+        tell(f"conversations have a row each: {why or 'the model is not known here'}")
+    return packing == "best_fit" or (packing == "auto" and mixes is not None and not why)
 
 
 ChatData = chat_source

@@ -160,11 +160,11 @@ class _Apart(Evaluator):
             self._given[mark] = operands[0]
         elif mark == "tokens":
             self._facts[eqn.outvars[0]] = replace(_any(eqn.outvars[0]), dims=(ROW, PLACE))
-        elif fact.mixed or fact.dims[:2] != (ROW, PLACE):
+        elif fact.dims[:2] != (ROW, PLACE):
+            by = fact.mixed or "an unknown operation"
             raise NotApart(
                 "conversations cannot share rows with this model",
-                why=f"it mixes the tokens of a row by {fact.mixed or 'an unknown operation'}, "
-                "which would mix conversations",
+                why=f"the model mixes the tokens of a row by {by}",
                 fix=f"write {Setting('data.packing', 'none')}, or give its call the parameters "
                 "`segment_ids` and `positions`",
             )
