@@ -38,7 +38,7 @@ from meshwright.mesh.build import Device
 from meshwright.models.model_sizes import check_sizes
 from meshwright.plan import Plan
 from meshwright.program.trace.build_model import ModelSource, describe_model
-from meshwright.program.trace.keep_apart import NotApart
+from meshwright.program.trace.keep_apart import NotApart, accepted_names
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_loss
 from meshwright.program.trace.trained_leaves import Trained, trained_by
 from meshwright.rewards.reward_set import read_rewards
@@ -47,7 +47,7 @@ from meshwright.runtime.user_code import doing, explaining_axis_names, whole_tra
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.average import with_average
 from meshwright.tasks.grpo import GRPO
-from meshwright.tasks.language_modeling import LanguageModeling, accepted_names
+from meshwright.tasks.language_modeling import LanguageModeling
 from meshwright.trees import Batch
 
 _SHARED_SIZES = (

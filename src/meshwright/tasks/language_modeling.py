@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from meshwright.errors import UserError
-from meshwright.program.trace.keep_apart import keep_apart
+from meshwright.program.trace.keep_apart import accepted_names, asks_to_keep_apart, keep_apart
 from meshwright.tasks.task import (
     Batch,
     Metrics,
@@ -55,11 +54,11 @@ class LanguageModeling:
         inputs, targets = read_pair(batch)
         segments = batch.get("segment_ids")
         known = [name for name in ("segment_ids", "positions") if name in batch]
-        accepted = accepted_names(model, known) if known else []
         given = {name: batch[name][:, : inputs.shape[1]] for name in known}
-        if {"segment_ids", "positions", "mask"} <= batch.keys() and "segment_ids" not in accepted:
-            logits = keep_apart(model, inputs, *given.values())
+        if asks_to_keep_apart(model, batch):
+            logits = keep_apart(model, inputs, **given)
         else:
+            accepted = accepted_names(model, known) if known else []
             logits = model(inputs, **{name: given[name] for name in accepted})
         nats = cross_entropy(logits, targets)
         weights = read_weights(batch, nats)
@@ -87,14 +86,6 @@ def read_pair(batch: Batch) -> tuple[Array, Array]:
         return batch["inputs"], read_field(batch, "targets")
     tokens = read_field(batch, "tokens", "inputs")
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def accepted_names(model: Callable[..., Array], names: list[str]) -> list[str]:
-    """Return the names that a model's call has parameters for."""
-    parameters = inspect.signature(model).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return names
-    return [name for name in names if name in parameters]
 
 
 def within_document(segments: Array, inputs: Array) -> Array:

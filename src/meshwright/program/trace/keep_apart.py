@@ -8,6 +8,7 @@ document. A model that mixes positions in any other way is refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,7 +59,7 @@ class NotApart(UserError):
     """A model that mixes the tokens of a row in a way that documents cannot be kept out of."""
 
 
-def keep_apart(model: Callable[..., Any], tokens: Any, segments: Any, positions: Any) -> Any:
+def keep_apart(model: Callable[..., Any], tokens: Any, *, segment_ids: Any, positions: Any) -> Any:
     """Return the logits of tokens [B, T] as if each document of a row had a row of its own.
 
     In a program that is not traced by a trainer, this is ``model(tokens)``.
@@ -66,10 +67,10 @@ def keep_apart(model: Callable[..., Any], tokens: Any, segments: Any, positions:
     Args:
         model: from tokens to logits.
         tokens: the tokens.
-        segments: the document of each token.
+        segment_ids: the document of each token.
         positions: its position within the document.
     """
-    given = {"segments": segments, "positions": positions, "tokens": tokens}
+    given = {"segments": segment_ids, "positions": positions, "tokens": tokens}
     marked = [checkpoint_name(value, f"meshwright.{name}") for name, value in given.items()]
     return checkpoint_name(model(marked[-1]), "meshwright.logits")
 
@@ -80,6 +81,20 @@ def apart(closed: ClosedJaxpr) -> ClosedJaxpr:
         return closed
     run = lambda *args: _Apart(closed).run(closed, args)  # noqa: E731
     return normalize(jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars)))
+
+
+def asks_to_keep_apart(model: Callable[..., Any], batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has documents that its model cannot tell apart by itself."""
+    packed = {"segment_ids", "positions", "mask"} <= batch.keys()
+    return packed and not accepted_names(model, ["segment_ids"])
+
+
+def accepted_names(model: Callable[..., Any], names: list[str]) -> list[str]:
+    """Return the names that a model's call has parameters for."""
+    parameters = inspect.signature(model).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return names
+    return [name for name in names if name in parameters]
 
 
 @dataclass(frozen=True)
@@ -176,7 +191,7 @@ class _Apart(Evaluator):
         summed = _sums(eqn, facts)
         for number, state in summed.hides.items():
             fact, atom = facts[number], eqn.invars[number]
-            if fact.hidden != state and not (fact.hidden and eqn.primitive.name == "reduce_max"):
+            if fact.hidden != state:
                 operands[number] = self._hide(operands[number], fact, state)
                 facts[number] = replace(fact, hidden=state)
                 if state == "low" and isinstance(atom, Var):
