@@ -129,6 +129,10 @@ def test_forms_of_records_may_be_mixed_and_fields_renamed(write):
         expected(TALKS[1]),
         ("all of it\n", "ll of it\n"),
     ])  # fmt: skip
+    said = zip(("human", "gpt"), TALKS[2]["messages"], strict=True)
+    shared = {"conversations": [{"from": role, "value": m["content"]} for role, m in said]}
+    names = {"messages": "conversations", "role": "from", "content": "value"}
+    assert documents(chat(write([shared]), **names)) == [expected(TALKS[2])]
     from_python = chat(records=[TALKS[3], TALKS[4]])
     assert sorted(documents(from_python)) == sorted(map(expected, TALKS[3:5]))
 
@@ -180,9 +184,9 @@ def test_empty_answers_are_counted(write, settings):
 BAD = {
     "ShareGPT": (
         {"conversations": [{"from": "human", "value": "Hello"}]},
-        ["but `conversations`; convert `from` to `role`"],
+        ["but `conversations`; for those of ShareGPT, write data.role=from data.content=value"],
     ),
-    "ShareGPT by its name": ({"messages": [{"from": "gpt", "value": ""}]}, ["convert `from`"]),
+    "ShareGPT by its name": ({"messages": [{"from": "gpt", "value": ""}]}, ["data.role=from"]),
     "another field": ({"conversation": []}, ["neither `messages`", "but `conversation`"]),
     "text for messages": ({"messages": "hi"}, ["`messages` is a str, not a list of messages"]),
     "no assistant": ({"messages": TALKS[0]["messages"][:1]}, ["no turn of the assistant"]),

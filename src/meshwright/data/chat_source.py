@@ -72,6 +72,8 @@ def chat_source(
     prompt: str = "prompt",
     completion: str = "completion",
     text: str = "text",
+    role: str = "role",
+    content: str = "content",
     vocab_size: int | None = None,
     on_corrupt: OnCorrupt = "stop",
     cache_dir: str | None = None,
@@ -97,6 +99,9 @@ def chat_source(
         prompt: the field with the prompt: text, or messages.
         completion: the field with what follows the prompt.
         text: the field with a text, all of which is learned.
+        role: the field of a message with who says it; human is a user, and gpt an assistant, if it
+            is another than ``role``.
+        content: the field of a message with what is said.
         vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a record that is not a conversation.
         cache_dir: folder for the tokens; by default the user's cache folder.
@@ -104,7 +109,7 @@ def chat_source(
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
     found = find_template(template, tokenizer, template_arguments)
-    encoder = ChatEncoder(loaded, found, loss_on)
+    encoder = ChatEncoder(loaded, found, loss_on, (role, content))
     apart = _packs(packing, mixes)
     fields = ChatFields(messages, prompt, completion, text)
     corpus = _corpus(path, records, fields, encoder, on_corrupt)
@@ -288,12 +293,13 @@ def _corpus(
 
     keys = ("data.messages", "data.prompt", "data.completion", "data.text")
     tokenizer = encoder.tokenizer
+    own = (fields,) if encoder.keys == ("role", "content") else (fields, encoder.keys)
     return Corpus(
         name=name,
         files=files,
         tokenizer=None,
         dtype=np.int32,
-        settings=("chat", tokenizer.fingerprint(), encoder.template, encoder.loss_on, fields),
+        settings=("chat", tokenizer.fingerprint(), encoder.template, encoder.loss_on, *own),
         read=lambda position: document_blocks(
             reader, files, position, lambda record: fields.read(record, encoder), finish
         ),

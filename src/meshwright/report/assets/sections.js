@@ -114,7 +114,7 @@ function tiles(run) {
     ["Per step", seconds(usual(run, "step_seconds"))],
     ["MFU", percent(usual(run, "mfu"))],
     ["Mesh", meshText(run) || "–"],
-    ["Parameters", count(run.facts.parameters?.count)],
+    ["Parameters", `${count(run.facts.parameters?.count)}${run.facts.parameters?.frozen ? ` of ${count(run.facts.parameters.count + run.facts.parameters.frozen)}` : ""}`],
     ["Memory per device", bytes(run.facts.memory_per_device?.total)],
   ].filter(([, value]) => value !== "–");
   return h("dl", { class: "tiles" }, shown.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
