@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -37,8 +37,9 @@ from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.mesh.build import Device
 from meshwright.models.model_sizes import check_sizes
 from meshwright.plan import Plan
-from meshwright.program.trace.build_model import ModelSource
-from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
+from meshwright.program.trace.build_model import ModelSource, describe_model
+from meshwright.program.trace.keep_apart import NotApart, accepted_names
+from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_loss
 from meshwright.program.trace.trained_leaves import Trained, trained_by
 from meshwright.rewards.reward_set import read_rewards
 from meshwright.runtime.activity import activity
@@ -46,7 +47,7 @@ from meshwright.runtime.user_code import doing, explaining_axis_names, whole_tra
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.average import with_average
 from meshwright.tasks.grpo import GRPO
-from meshwright.tasks.language_modeling import accepted_names
+from meshwright.tasks.language_modeling import LanguageModeling
 from meshwright.trees import Batch
 
 _SHARED_SIZES = (
@@ -213,18 +214,29 @@ def find_data(config: Config, task: HasLoss) -> ConfigData:
     check_rows(config)
     shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
     shared["sequence_length"] = shared["context_length"]
-    shared["takes_segments"] = takes_segments(_model_class(config))
+    shared["mixes"] = partial(mixes_documents, config, task)
     known = {name: value for name, value in shared.items() if value is not None}
     return ConfigData(config.data, config.run.seed, known, task)
 
 
-def takes_segments(builder: Builder) -> bool:
-    """Whether the call of a model takes ``segment_ids``; one that a function builds is not known.
-
-    Only a class says what its models are called with.
-    """
+def mixes_documents(config: Config, task: HasLoss) -> str:
+    """Say why documents packed into a row would see one another; empty if they would not."""
+    builder = _model_class(config)
+    # Only a class says what its models are called with.
     call = getattr(builder, "__call__", None) if inspect.isclass(builder) else None  # noqa: B004
-    return call is not None and accepted_names(call, ["segment_ids"]) != []
+    if call is not None and accepted_names(call, ["segment_ids"]):
+        return ""
+    if not isinstance(task, LanguageModeling):
+        return "the model's call takes no `segment_ids`, and the task is not language_modeling"
+    shape = (2, task.context_length + 1)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32)
+    batch: Batch = dict.fromkeys(("tokens", "segment_ids", "positions"), tokens)
+    batch["mask"] = jax.ShapeDtypeStruct((shape[0], shape[1] - 1), np.float32)
+    try:
+        trace_loss(_explained(task.loss, config), describe_model(model_builder(config)), batch)
+    except UserError as error:
+        return error.why if isinstance(error, NotApart) else f"the loss fails: {error.what}"
+    return ""
 
 
 def make_optimizer(config: Config, rate: optax.Schedule) -> optax.GradientTransformation:

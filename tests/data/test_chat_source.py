@@ -9,15 +9,16 @@ from flax import nnx
 from tokenizer_folders import NAMES, make_folder
 
 import meshwright as mw
+from meshwright.config.compose import compose_config, validate
 from meshwright.data.chat_source import chat_source
 from meshwright.data.indexed_data import SourceData
 from meshwright.data.packing import best_fit
 from meshwright.data.shown_rows import shown_rows
 from meshwright.data.token_cache import take_origins
 from meshwright.errors import UserError
-from meshwright.models import build_model, find_builder
+from meshwright.models import build_model
 from meshwright.program.evaluate.widen import wide_evaluator
-from meshwright.recipe import takes_segments
+from meshwright.recipe import make_task, mixes_documents
 from meshwright.tasks.language_modeling import LanguageModeling
 
 TEMPLATE = (
@@ -94,19 +95,24 @@ def test_every_conversation_is_in_one_row_whole_and_apart(write, name):
 
 def test_rows_are_packed_only_for_models_that_tell_conversations_apart(write):
     path = write(TALKS)
-    for packing, takes, packed in [
-        ("auto", True, True), ("auto", False, False), ("auto", None, False),
-        ("best_fit", None, True), ("none", True, False),
+    for packing, mixes, packed in [
+        ("auto", str, True), ("auto", lambda: "it is recurrent", False), ("auto", None, False),
+        ("best_fit", None, True), ("none", str, False),
     ]:  # fmt: skip
         take_origins()
-        data = chat(path, packing=packing, takes_segments=takes)
+        data = chat(path, packing=packing, mixes=mixes)
         assert ("segment_ids" in data.rows(np.arange(1))) == packed
         told = [line for line in take_origins() if "conversations have a row each" in line]
         assert len(told) == (packing == "auto" and not packed)
     with pytest.raises(UserError, match=r"data.packing=best_fit does not fit the model"):
-        chat(path, takes_segments=False)
-    kinds = {"gemma3": True, "gpt": True, "lstm": False}
-    assert {kind: takes_segments(find_builder(kind)) for kind in kinds} == kinds
+        chat(path, mixes=lambda: "it is recurrent")
+    kinds = {
+        "gemma3_tiny": "",
+        "lstm_tiny": "the model mixes the tokens of a row by `scan` in `layers.0`",
+    }
+    for kind, why in kinds.items():
+        config = validate(compose_config([f"model={kind}", "data=chat", f"data.path={path}"]))
+        assert mixes_documents(config, make_task(config)) == why
 
 
 def test_forms_of_records_may_be_mixed_and_fields_renamed(write):
@@ -123,6 +129,10 @@ def test_forms_of_records_may_be_mixed_and_fields_renamed(write):
         expected(TALKS[1]),
         ("all of it\n", "ll of it\n"),
     ])  # fmt: skip
+    said = zip(("human", "gpt"), TALKS[2]["messages"], strict=True)
+    shared = {"conversations": [{"from": role, "value": m["content"]} for role, m in said]}
+    names = {"messages": "conversations", "role": "from", "content": "value"}
+    assert documents(chat(write([shared]), **names)) == [expected(TALKS[2])]
     from_python = chat(records=[TALKS[3], TALKS[4]])
     assert sorted(documents(from_python)) == sorted(map(expected, TALKS[3:5]))
 
@@ -174,9 +184,9 @@ def test_empty_answers_are_counted(write, settings):
 BAD = {
     "ShareGPT": (
         {"conversations": [{"from": "human", "value": "Hello"}]},
-        ["but `conversations`; convert `from` to `role`"],
+        ["but `conversations`; for those of ShareGPT, write data.role=from data.content=value"],
     ),
-    "ShareGPT by its name": ({"messages": [{"from": "gpt", "value": ""}]}, ["convert `from`"]),
+    "ShareGPT by its name": ({"messages": [{"from": "gpt", "value": ""}]}, ["data.role=from"]),
     "another field": ({"conversation": []}, ["neither `messages`", "but `conversation`"]),
     "text for messages": ({"messages": "hi"}, ["`messages` is a str, not a list of messages"]),
     "no assistant": ({"messages": TALKS[0]["messages"][:1]}, ["no turn of the assistant"]),

@@ -89,11 +89,20 @@ def test_each_source_is_read_in_its_own_order_whatever_reads_it():
         own = whole[whole[:, 0] == number, 1]
         alone = sample_ids(seed=3, step=0, batch_size=len(own), num_samples=size)
         np.testing.assert_array_equal(own, alone)
-    # Processes that read a part of each batch.
+    # Processes that read a part of each batch: at every row, each source has its share.
     for count in (1, 2, 4):
-        parts = np.split(np.arange(8), count)
-        read_apart = [mixture(a=6, b=3, c=1).batch(9, 8, part)["x"] for part in parts]
-        np.testing.assert_array_equal(np.concatenate(read_apart), whole[72:80])
+        parts = np.split(np.arange(80), count)
+        processes = [mixture(a=6, b=3, c=1) for _ in parts]
+        rows = [
+            each.batch(step, 80, part)["x"]
+            for step in range(ROWS // 80)
+            for each, part in zip(processes, parts, strict=True)
+        ]
+        together = np.concatenate(rows)
+        np.testing.assert_array_equal(together[: len(whole)], whole)
+        given = np.cumsum(np.eye(3)[together[:, 0]], axis=0)
+        expected = np.arange(1, ROWS + 1)[:, None] * np.array([0.6, 0.3, 0.1])
+        assert np.abs(given - expected).max() < 1
     copy = pickle.loads(pickle.dumps(mixture(a=6, b=3, c=1)))
     np.testing.assert_array_equal(read(copy, [39]), whole[312:])
 

@@ -43,7 +43,10 @@ TRAINING = (
 
 _FAILURE = re.compile(r"^(\[\d+\] )?error: |lost its conn|Gloo|UNAVAILABLE|being terminated")
 """A failure, or what others say because of it."""
-_TIMES = ("time", "step_seconds", "samples_per_second", "flops_per_second", "input_wait_share")
+_TIMES = (
+    *("time", "step_seconds", "samples_per_second", "tokens_per_second", "flops_per_second"),
+    "input_wait_share",
+)
 
 
 @dataclass

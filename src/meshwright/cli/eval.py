@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.cli.reward_eval import run_with_rewards
 from meshwright.cli.text_model import number_format, open_model, read_lines, read_text
-from meshwright.errors import ExitCode
+from meshwright.errors import ExitCode, UserError
 from meshwright.runtime.activity import activity
 
 LONGEST = 1024
@@ -22,6 +23,8 @@ def run(arguments: Arguments, output: Output) -> int:
     if arguments.has("--rewards"):
         return run_with_rewards(arguments, output, path, file)
     documents = read_documents(Path(file))
+    import numpy as np
+
     from meshwright.generation.generate import make_generator
     from meshwright.generation.model_facts import UNLIMITED
     from meshwright.generation.text_scores import score_documents
@@ -30,7 +33,11 @@ def run(arguments: Arguments, output: Output) -> int:
     mesh, dtype = arguments.flags.get("--mesh"), number_format(arguments, output, settings, path)
     # It checks the model, and places it.
     made = make_generator(model, tokenizer=settings, max_new_tokens=1, mesh=mesh, dtype=dtype)
-    tokens = [made.check(number, each, whole=False) for number, each in enumerate(documents)]
+    tokens, learned = list[Any](), list[Any]()
+    for number, each in enumerate(documents):
+        row = _conversation(each, number, made) if isinstance(each, dict) else None
+        tokens.append(made.check(number, each if row is None else row.ids, whole=False))
+        learned.append(np.ones(len(tokens[-1]), bool) if row is None else row.mask)
     context = made.room(arguments.number("--window", LONGEST, most=UNLIMITED))
     length = arguments.number("--window", min(context, LONGEST), most=context, least=2)
     stride = arguments.number("--stride", 1, most=length) if arguments.has("--stride") else None
@@ -43,6 +50,7 @@ def run(arguments: Arguments, output: Output) -> int:
             stride=stride,
             num_bytes=sum(map(len, texts)) if len(texts) == len(documents) else None,
             placement=made.placement,
+            learned=learned,
         )
     found = {**score.to_json(), "window": length, "dtype": dtype or "float32"}
     output.result(found, text=str(score))
@@ -50,9 +58,24 @@ def run(arguments: Arguments, output: Output) -> int:
 
 
 def read_documents(file: Path) -> list[Any]:
-    """Return the documents of a file: the text or the tokens of each line of JSON, or all of it."""
+    """Return the documents of a file: a text, tokens or a conversation a line, or all of it."""
     if file.suffix != ".jsonl":
         return [read_text(file)]
-    example = '{"text": "Once"} or {"tokens": [1, 2]}'
-    lines = read_lines(file, {"text": str, "tokens": list}, example)
-    return [line.get("text", line.get("tokens")) for line in lines]
+    example = '{"text": "Once"}, {"tokens": [1, 2]}, {"prompt": "1 + 1 =", "completion": " 2"} or '
+    example += '{"messages": [{"role": "user", "content": "Hello"}, …]}'
+    kinds: dict[str, Any] = {"text": str, "tokens": list, "messages": list}
+    lines = read_lines(file, {**kinds, "completion": str | list}, example)
+    return [line.get("text", line.get("tokens", line)) for line in lines]
+
+
+def _conversation(record: dict[str, Any], number: int, made: Any) -> Any:
+    """Return the tokens of a conversation, and which of them are the assistant's."""
+    from meshwright.data.chat_rows import ChatEncoder
+    from meshwright.data.chat_source import TODAY, ChatFields
+
+    template = replace(made.chat.chat, today=TODAY) if "messages" in record else None
+    encoder = ChatEncoder(made.text.tokenizer, template, made.chat.loss_on)
+    try:
+        return encoder.row(ChatFields().read(record, encoder))
+    except ValueError as error:
+        raise UserError(f"conversation {number} cannot be read", why=str(error)) from None

@@ -67,10 +67,10 @@ def run(arguments: Arguments, output: Output) -> int:
     if arguments.has("--seed") and generator.sampling.greedy:
         output.say("--seed changes nothing: nothing is drawn without --temperature, such as 1")
     if "--file" in modes:
-        return _file(generator, settings, prompts, done, arguments, output)
+        return _file(generator, prompts, done, arguments, output)
     try:
         if "--chat" in modes:
-            return _chat(generator, settings, arguments, output)
+            return _chat(generator, arguments, output)
         return _prompt(generator, arguments.flags["--prompt"], output)
     except KeyboardInterrupt:
         output.say("\nwhat is printed above is all there is; --file with --out keeps what is done")
@@ -110,7 +110,7 @@ def _streamed(output: Output) -> Callable[[Any], None]:
     return lambda piece: output.stream(printable(piece.text))
 
 
-def _chat(generator: Any, settings: Any, arguments: Arguments, output: Output) -> int:
+def _chat(generator: Any, arguments: Arguments, output: Output) -> int:
     """Answer each line, with all lines before it."""
     from meshwright.generation.token_loop import Prompt
 
@@ -119,8 +119,7 @@ def _chat(generator: Any, settings: Any, arguments: Arguments, output: Output) -
     given = arguments.flags.get("--prompt")
     for number, said in enumerate(_lines() if given is None else [given]):
         messages.append({"role": "user", "content": said})
-        text = settings.chat.render(messages)
-        tokens = generator.check(number, generator.text.encode(text, start=False))
+        tokens = generator.check(number, messages)
         stream = None if output.as_json else _streamed(output)
         (row,) = generator([Prompt(number, tokens)], stream)
         messages.append({"role": "assistant", "content": row.text})
@@ -145,7 +144,6 @@ def _lines() -> Iterator[str]:
 
 def _file(
     generator: Any,
-    settings: Any,
     prompts: list[dict[str, Any]],
     done: dict[int, Any],
     arguments: Arguments,
@@ -171,7 +169,7 @@ def _file(
     left = [number for number in range(len(prompts)) if number not in done]
     if done:
         output.say(f"{len(done):,} of {counted(len(prompts), 'prompt')} were written before")
-    read = [Prompt(n, generator.check(n, _tokens(generator, settings, prompts[n]))) for n in left]
+    read = [Prompt(n, generator.check(n, _asked(prompts[n]))) for n in left]
     size, started, tokens = max(1, generator.batch_size // generator.samples), time.monotonic(), 0
     with activity("generating") as progress, _opened(arguments, output) as write:
         for start in range(0, len(read), size):
@@ -210,12 +208,9 @@ def _say_kept(arguments: Arguments, output: Output, count: int, total: int) -> N
     )
 
 
-def _tokens(generator: Any, settings: Any, prompt: Any) -> Any:
-    """Return the tokens of one line of a file."""
-    if "messages" in prompt:
-        text = settings.chat.render(prompt["messages"])
-        return generator.text.encode(text, start=False)
-    return prompt.get("prompt", prompt.get("tokens"))
+def _asked(prompt: dict[str, Any]) -> Any:
+    """Return what a line of a file asks to continue."""
+    return next(prompt[key] for key in ("messages", "prompt", "tokens") if key in prompt)
 
 
 def _written(arguments: Arguments, output: Output) -> dict[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +23,7 @@ from meshwright.config.reward_sections import GenerationConfig, GrpoConfig
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import is_local, parse_hardware
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
+from meshwright.text.json_text import parse_json
 
 Precision = Literal["no", "bf16", "fp16"]
 KernelChoice = Literal["auto", "xla", "none"]
@@ -316,7 +318,7 @@ class LoRA(Frozen):
     """Low-rank adapters, which are trained instead of the weights that they are added to.
 
     Attributes:
-        rank: the rank of every adapter; null trains without adapters.
+        rank: the rank of every adapter; null trains without adapters, or is that of init_from.
         alpha: adapters are multiplied by alpha / rank; null is the rank itself.
         targets: path patterns of the weights to adapt, such as ``blocks.*.attn.**``; null adapts
             every linear layer and convolution, without embeddings and the layer of the logits.
@@ -334,14 +336,23 @@ class LoRA(Frozen):
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     init_from: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rank_of_folder(cls, given: Any) -> Any:
+        known = isinstance(given, dict) and given.get("rank") is None and given.get("init_from")
+        file = Path(str(known)).expanduser() / "adapter_config.json"
+        if not known or not file.is_file():
+            return given
+        config = parse_json(file.read_bytes())
+        return {**given, "rank": config.get("r") if isinstance(config, dict) else None}
+
     @model_validator(mode="after")
     def _of_adapters(self) -> LoRA:
         others = sorted(self.model_fields_set - {"rank"})
         if self.rank is None and any(getattr(self, key) for key in others):
             raise UserError(
                 f"{Setting(f'lora.{others[0]}')} has no effect without adapters",
-                fix=f"write {Setting('lora.rank', 16)} too"
-                + (", or the `r` of its adapter_config.json" if self.init_from else ""),
+                fix=f"write {Setting('lora.rank', 16)} too",
             )
         return self
 

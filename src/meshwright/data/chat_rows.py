@@ -21,7 +21,12 @@ LossOn = Literal["assistant", "last", "all"]
 
 ASSISTANT = "assistant"
 
-CONVERT = "; convert `from` to `role` (human to user, gpt to assistant) and `value` to `content`"
+SHARED = {"human": "user", "gpt": ASSISTANT}
+"""Roles of ShareGPT."""
+CONVERT = "; for those of ShareGPT, write data.role=from data.content=value"
+
+
+_KEYS = ("role", "content")
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,13 @@ class ChatEncoder:
         tokenizer: the tokenizer.
         template: the chat template; None refuses lists of messages.
         loss_on: what is learned.
+        keys: the fields of a message: who says it, and what.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     loss_on: LossOn = ASSISTANT
+    keys: tuple[str, str] = _KEYS
 
     def conversation(self, messages: Any, name: str = "messages", **more: Any) -> ChatText:
         """Return messages as text.
@@ -87,7 +94,7 @@ class ChatEncoder:
             name: their field, for messages to the user.
             more: further variables of the template, such as ``tools``.
         """
-        read, template = read_messages(messages, name), self._template(name)
+        read, template = read_messages(messages, name, self.keys), self._template(name)
         if self.loss_on == "all":
             text = template.write(read, **more)
             return ChatText(text, [(0, len(text))])
@@ -119,8 +126,11 @@ class ChatEncoder:
         if isinstance(prompt, str) or isinstance(completion, str):
             kinds = f"`{names[0]}` is {a_type(prompt)} and `{names[1]}` {a_type(completion)}"
             raise ValueError(f"{kinds}; write both as text, or both as lists of messages")
-        read = read_messages(prompt, names[0])
-        both, template = [*read, *read_messages(completion, names[1])], self._template(names[0])
+        read, more_read = (
+            read_messages(said, name, self.keys)
+            for said, name in zip((prompt, completion), names, strict=True)
+        )
+        both, template = [*read, *more_read], self._template(names[0])
         text, before = template.write(both, **more), template.write(read, reply=True, **more)
         same = len(commonprefix([before, text]))  # noqa: RUF071
         begin = 0 if self.loss_on == "all" else same
@@ -170,7 +180,7 @@ class ChatEncoder:
         return self.template
 
 
-def read_messages(given: Any, name: str) -> list[Message]:
+def read_messages(given: Any, name: str, keys: tuple[str, str] = _KEYS) -> list[Message]:
     """Return a list of messages, without fields that are null."""
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise ValueError(f"`{name}` is {a_type(given)}, not a list of messages")
@@ -179,7 +189,10 @@ def read_messages(given: Any, name: str) -> list[Message]:
         if not isinstance(message, Mapping):
             raise ValueError(f"message {number} of `{name}` is {a_type(message)}, not an object")
         known = {str(key): value for key, value in message.items() if value is not None}
-        if not isinstance(known.get("role"), str):
+        known |= {own: known.pop(k) for own, k in zip(_KEYS, keys, strict=True) if k in known}
+        if isinstance(role := known.get("role"), str) and keys[0] != "role":
+            known["role"] = SHARED.get(role, role)
+        if not isinstance(role, str):
             own = f"{', '.join(known) or 'nothing'}{CONVERT if 'from' in known else ''}"
             raise ValueError(f"message {number} of `{name}` has no `role`, but {own}")
         # A turn that only calls tools has no content.

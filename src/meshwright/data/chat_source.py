@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ TooLong = Literal["cut", "drop", "stop"]
 does not start."""
 
 ChatPacking = Literal["auto", "best_fit", "none"]
-"""Whether rows hold several conversations: if the model is known to tell them apart, yes, or no."""
+"""Whether rows hold several conversations: if the model is known to keep them apart, yes, or no."""
 
 TODAY = "2025-01-01"
 """The date for templates that write today's: the tokens of a run must not change overnight."""
@@ -67,11 +67,13 @@ def chat_source(
     loss_on: LossOn = "assistant",
     too_long: TooLong = "cut",
     packing: ChatPacking = "auto",
-    takes_segments: bool | None = None,
+    mixes: Callable[[], str] | None = None,
     messages: str = "messages",
     prompt: str = "prompt",
     completion: str = "completion",
     text: str = "text",
+    role: str = "role",
+    content: str = "content",
     vocab_size: int | None = None,
     on_corrupt: OnCorrupt = "stop",
     cache_dir: str | None = None,
@@ -91,12 +93,15 @@ def chat_source(
             prompt with a completion, the completion is learned.
         too_long: ``cut`` conversations longer than a row, ``drop`` them, or ``stop``.
         packing: ``best_fit`` puts several conversations into a row, ``none`` gives each its own;
-            ``auto`` packs them if the model is known to tell them apart.
-        takes_segments: whether it does: its call takes ``segment_ids``. None if it is not known.
+            ``auto`` packs them if the model is known to keep them apart.
+        mixes: says why the model would not; empty if it does. None if it is not known.
         messages: the field with the messages.
         prompt: the field with the prompt: text, or messages.
         completion: the field with what follows the prompt.
         text: the field with a text, all of which is learned.
+        role: the field of a message with who says it; human is a user, and gpt an assistant, if it
+            is another than ``role``.
+        content: the field of a message with what is said.
         vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a record that is not a conversation.
         cache_dir: folder for the tokens; by default the user's cache folder.
@@ -104,28 +109,26 @@ def chat_source(
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
     found = find_template(template, tokenizer, template_arguments)
-    encoder = ChatEncoder(loaded, found, loss_on)
-    apart = _packs(packing, takes_segments)
+    encoder = ChatEncoder(loaded, found, loss_on, (role, content))
+    apart = _packs(packing, mixes)
     fields = ChatFields(messages, prompt, completion, text)
     corpus = _corpus(path, records, fields, encoder, on_corrupt)
     return _rows(corpus, encoder, cache_dir, sequence_length, too_long, apart)
 
 
-def _packs(packing: ChatPacking, takes_segments: bool | None) -> bool:
+def _packs(packing: ChatPacking, mixes: Callable[[], str] | None) -> bool:
     """Return whether several conversations share a row, and say why not."""
-    apart_by = "`segment_ids`, by which it would tell several in a row apart"
-    why = f"the model's call takes no {apart_by}"
-    if packing == "best_fit" and takes_segments is False:
+    why = "" if mixes is None or packing == "none" else mixes()
+    if packing == "best_fit" and why:
         raise UserError(
             f"{Setting('data.packing', packing)} does not fit the model",
             why=why,
-            fix=f"write {Setting('data.packing', 'none')}, or give its call this parameter",
+            fix=f"write {Setting('data.packing', 'none')}, or give its call the parameters "
+            "`segment_ids` and `positions`",
         )
-    apart = packing == "best_fit" or (packing == "auto" and takes_segments is True)
-    if packing == "auto" and not apart:
-        unknown = f"it is not known whether the model's call takes {apart_by}"
-        tell(f"conversations have a row each: {unknown if takes_segments is None else why}")
-    return apart
+    if packing == "auto" and (mixes is None or why):
+        tell(f"conversations have a row each: {why or 'the model is not known here'}")
+    return packing == "best_fit" or (packing == "auto" and mixes is not None and not why)
 
 
 ChatData = chat_source
@@ -290,12 +293,13 @@ def _corpus(
 
     keys = ("data.messages", "data.prompt", "data.completion", "data.text")
     tokenizer = encoder.tokenizer
+    own = (fields,) if encoder.keys == ("role", "content") else (fields, encoder.keys)
     return Corpus(
         name=name,
         files=files,
         tokenizer=None,
         dtype=np.int32,
-        settings=("chat", tokenizer.fingerprint(), encoder.template, encoder.loss_on, fields),
+        settings=("chat", tokenizer.fingerprint(), encoder.template, encoder.loss_on, *own),
         read=lambda position: document_blocks(
             reader, files, position, lambda record: fields.read(record, encoder), finish
         ),

@@ -53,7 +53,7 @@ STREAMED_CHUNK = 16
 _SHOWN = 3
 
 Prompts = Any
-"""A text, token ids, or a sequence or an array of those."""
+"""A text, token ids, messages of a conversation, or a sequence or an array of those."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,6 +133,7 @@ class Generator:
         stated: whether the context is known to be right, and tables need not be looked for.
         pace: how fast tokens came so far.
         source: what prompts have besides their tokens: an array with a row for each, or none.
+        chat: has the template of conversations.
     """
 
     model: SplitModel
@@ -150,6 +151,7 @@ class Generator:
     stated: bool = False
     pace: Pace = field(default_factory=Pace)
     source: Source = ()
+    chat: TextSettings = field(default_factory=TextSettings)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -258,6 +260,8 @@ class Generator:
     def _tokens(self, number: int, prompt: Any) -> NDArray[np.int32]:
         if isinstance(prompt, str):
             return self.text.encode(prompt)
+        if _are_talks([prompt]):
+            return self.text.encode(self.chat.chat.render(prompt), start=False)
         tokens = np.asarray(prompt)
         if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
             raise UserError(
@@ -300,7 +304,8 @@ def generate(
 
     Args:
         model: the model.
-        prompts: texts, lists of token ids or an array of them; or a single one of those.
+        prompts: texts, lists of token ids or an array of them, or conversations to answer by the
+            folder's chat template, lists of ``{"role": …, "content": …}``; or a single one.
         max_new_tokens: the most new tokens of each.
         temperature: 0 takes the likeliest token, 1 samples from the model's distribution. By
             default what the folder's generation_config.json says, or 0; so for the next four.
@@ -327,7 +332,7 @@ def generate(
     """
     settings = {**locals()}
     del settings["model"], settings["prompts"], settings["on_piece"]
-    generator = make_generator(model, **settings)
+    generator = make_generator(model, **settings, answers=_are_talks(_listed(prompts)))
     started = time.perf_counter()
     with activity("generating", afterwards=False):
         rows = generator(generator.read(prompts), on_piece)
@@ -347,9 +352,13 @@ def make_generator(
     mesh: Any = None,
     dtype: Any = None,
     source: Any = None,
+    answers: bool = False,
     **sampling: Any,
 ) -> Generator:
-    """Return how a model generates; the arguments are those of `generate`."""
+    """Return how a model generates; the arguments are those of `generate`.
+
+    With ``answers``, texts end as the chat template ends them.
+    """
     if not isinstance(model, nnx.Module):
         raise wrong_kind("model", model, "pass an nnx.Module, such as mw.load_model(folder)")
     check_count("max_new_tokens", max_new_tokens)
@@ -357,6 +366,7 @@ def make_generator(
     check_count("batch_size", batch_size)
     check_count("seed", seed, least=0, most=2**32 - 1)
     text, found = read_tokenizer(tokenizer)
+    found = replace(found, answers=found.answers or answers)
     chosen, remarks = _with_defaults(sampling, found)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if sampling.get("stop_tokens") is None and text.tokenizer is not None:
@@ -392,6 +402,7 @@ def make_generator(
         remarks=tuple(filter(None, (*remarks, remark))),
         stated=context <= own < UNLIMITED,
         source=given,
+        chat=found,
     )
 
 
@@ -493,5 +504,15 @@ def _listed(prompts: Prompts) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     each = list(prompts)
+    if _are_talks([each]):
+        return [each]
     single = all(np.ndim(one) == 0 and not isinstance(one, str) for one in each)
     return [prompts] if single else each
+
+
+def _are_talks(prompts: Sequence[Any]) -> bool:
+    """Whether all prompts are lists of messages."""
+    return bool(prompts) and all(
+        isinstance(one, list | tuple) and one and all(isinstance(each, Mapping) for each in one)
+        for one in prompts
+    )

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from meshwright.generation.mask_spans import LOW, Span, mask_spans
-from meshwright.generation.row_rules import RUNNING, RowRule, row_rule, source_dim
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.op import primitives
+from meshwright.program.dims.row_rules import RUNNING, RowRule, row_rule, source_dim
 from meshwright.program.evaluate.dependencies import inputs_of, needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (

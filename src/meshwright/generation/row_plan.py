@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
-from meshwright.generation.row_rules import RowRule
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.row_rules import RowRule
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 
 WHOLE = (-1, False)

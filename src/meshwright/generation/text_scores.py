@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from numpy.typing import NDArray
 
 from meshwright.data.tokenizer import Tokens
 from meshwright.errors import UserError
@@ -24,6 +25,9 @@ from meshwright.text.units import counted
 
 LOGIT_BYTES = 2**28
 """Logits of a batch, in float32, take no more than this per device, if one row does not."""
+
+_Window = tuple[Tokens, NDArray[np.bool_]]
+"""What the model sees at once, and which of it counts."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ def score_documents(
     stride: int | None = None,
     num_bytes: int | None = None,
     placement: RowPlacement | None = None,
+    learned: Sequence[NDArray[np.bool_]] | None = None,
 ) -> TextScore:
     """Sum -log p over every token of documents that has one before it.
 
@@ -100,6 +105,7 @@ def score_documents(
         stride: by how much windows of longer documents move; half their length by default.
         num_bytes: of their text.
         placement: where rows are; by default where the weights are.
+        learned: by document, which of its tokens count; all by default.
     """
     stride = stride or max(1, length // 2)
     if not 1 <= stride < length:
@@ -109,7 +115,14 @@ def score_documents(
             fix=f"write a stride from 1 to {length - 1}",
         )
     longest = min(length, max(map(len, documents), default=0))
-    parts = [window for tokens in documents for window in windows(tokens, length, stride)]
+    learned = [np.ones(len(tokens), bool) for tokens in documents] if learned is None else learned
+    parts = [
+        (window, np.where(np.arange(len(own)) < first, False, own))
+        for tokens, mask in zip(documents, learned, strict=True)
+        for (window, first), (own, _) in zip(
+            windows(tokens, length, stride), windows(mask, length, stride), strict=True
+        )
+    ]
     if not parts:
         raise UserError("there is nothing to predict", why="no document has two tokens")
     split = model if isinstance(model, SplitModel) else split_model(model)
@@ -123,12 +136,11 @@ def score_documents(
         for start in range(0, len(group), rows):
             tokens = np.zeros((rows, size), np.int32)
             included = np.zeros((rows, size), bool)
-            for row, (own, first) in enumerate(group[start : start + rows]):
-                tokens[row, : len(own)] = own
-                included[row, first : len(own)] = True
+            for row, (own, counts) in enumerate(group[start : start + rows]):
+                tokens[row, : len(own)], included[row, : len(own)] = own, counts
             nats += float(np.asarray(run(split.weights, tokens, included), np.float64).sum())
-    total = sum(map(len, documents))
-    firsts = sum(len(tokens) > 0 for tokens in documents)
+    firsts = sum(int(mask[:1].sum()) for mask in learned)
+    total = sum(int(mask.sum()) for mask in learned)
     return TextScore(len(documents), total - firsts, firsts, num_bytes, nats)
 
 
@@ -144,11 +156,9 @@ def _needs_exact(model: SplitModel, length: int) -> bool:
     return bool(decoder.sees)
 
 
-def _by_length(
-    parts: Sequence[tuple[Tokens, int]], longest: int, *, exact: bool
-) -> dict[int, list[tuple[Tokens, int]]]:
+def _by_length(parts: Sequence[_Window], longest: int, *, exact: bool) -> dict[int, list[_Window]]:
     """Return windows by the length they are padded to."""
-    found: dict[int, list[tuple[Tokens, int]]] = {}
+    found: dict[int, list[_Window]] = {}
     for part in parts:
         found.setdefault(len(part[0]) if exact else longest, []).append(part)
     return found

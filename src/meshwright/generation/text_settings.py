@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.checkpoint import FOLDER
+from meshwright.data.chat_rows import LossOn
 from meshwright.data.chat_template import ChatTemplate, no_template, read_template
 from meshwright.data.document_marks import named_ends
 from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
@@ -38,12 +39,14 @@ class TextSettings:
         dtype: the format of 16 bits that the run computed in, or that the folder's config.json
             names; None for float32.
         answers: whether texts are answers, which end as the chat template ends them.
+        loss_on: what the run learned of conversations.
     """
 
     folder: Path | None = None
     bytes_are_tokens: bool = False
     dtype: str | None = None
     answers: bool = False
+    loss_on: LossOn = "assistant"
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -113,7 +116,8 @@ def read_text_settings(path: str | Path) -> TextSettings:
             named = ("precision", "compute"), ("training", "mixed_precision")
             asked = next(filter(None, (_at(values, *path) for path in named)), None)
             bytes_are_tokens = kind in BYTES_WITHOUT_TOKENIZER and not tokenizer
-            return TextSettings(folder / HF_FOLDER, bytes_are_tokens, HALF.get(str(asked)))
+            found = TextSettings(folder / HF_FOLDER, bytes_are_tokens, HALF.get(str(asked)))
+            return replace(found, loss_on=_at(values, "data", "loss_on") or "assistant")
         if (folder / TOKENIZER).is_file() or is_hf_folder(folder):
             return _of_hf_folder(TextSettings(folder))
     return TextSettings(path)

@@ -17,6 +17,7 @@ from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.adapters import PREFIX
+from meshwright.program.trace.keep_apart import asks_to_keep_apart
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss, trace_loss
@@ -181,6 +182,8 @@ def written_gradient(
     model: Any, loss: Loss, trained: Trained, leaves: ModelLeaves, batch: Any, flops: float
 ) -> WrittenGradient | MergedGradient | None:
     """Return the gradient of a loss as written; None if adapters are not just added to weights."""
+    if isinstance(batch, dict) and callable(model) and asks_to_keep_apart(model, batch):
+        return None
     if not isinstance(trained, Adapted):
         return WrittenGradient(model, loss, trained, leaves.leaves, batch, flops)
     if trained.lora.dropout or has_reference(trace_loss(loss, leaves.base, batch).closed):

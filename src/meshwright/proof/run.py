@@ -81,7 +81,8 @@ may be rounded differently, such as the decomposition behind an orthogonal matri
 
 NOT_WRITTEN = (
     "the loss as its author wrote it: nnx.jit does not accept a model with static attributes that "
-    "cannot be hashed, such as lists"
+    "cannot be hashed, such as lists, or the loss alone does not say what adapters with dropout or "
+    "conversations that share rows do"
 )
 WRITTEN_NOT_FINITE = (
     "the loss as its author wrote it: on one device, in the model's own precision, it or its "

@@ -103,7 +103,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "ledger": ledger if isinstance(ledger, dict) else None,
         "samples": samples if isinstance(samples, list) else [],
         "config": _config(folder),
-        "completions": _completions(folder),
+        "completions": _completions(folder) or _answers(every_event, result),
         "events": events,
         "failure": _failure(events, facts),
     }
@@ -119,6 +119,19 @@ def _completions(folder: Path) -> list[dict[str, Any]]:
         {key: v if isinstance(v, str | float | int | None) else str(v) for key, v in each.items()}
         for each in shown
     ]
+
+
+def _answers(events: list[dict[str, Any]], result: Any) -> list[dict[str, Any]]:
+    """Return the model's answers to prompts of conversations, by step; empty without any."""
+    end = {**result, "step": result.get("steps")} if isinstance(result, dict) else {}
+    shown = {
+        (str(each[0]), event.get("step")): str(each[1])
+        for event in [*(event for event in events if event.get("kind") == "sample"), end]
+        for each in event.get("completions") or ()
+    }
+    order = list(dict.fromkeys(prompt for prompt, _ in shown))
+    rows = sorted(shown.items(), key=lambda each: order.index(each[0][0]))
+    return [{"prompt": p, "step": step, "completion": said} for (p, step), said in rows]
 
 
 def read_curves(path: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from meshwright.errors import UserError
+from meshwright.program.trace.keep_apart import accepted_names, asks_to_keep_apart, keep_apart
 from meshwright.tasks.task import (
     Batch,
     Metrics,
@@ -38,7 +38,8 @@ class LanguageModeling:
     - ``positions``, of the same shape: the position of each token within its document.
 
     Segment ids and positions are passed to models whose call takes ``segment_ids`` and
-    ``positions``.
+    ``positions``. If a model takes no segment ids, and all three fields are there, as of packed
+    conversations, its attention is kept within documents in the program that a trainer traces.
 
     Attributes:
         vocab_size: number of tokens of the synthetic batches.
@@ -53,8 +54,12 @@ class LanguageModeling:
         inputs, targets = read_pair(batch)
         segments = batch.get("segment_ids")
         known = [name for name in ("segment_ids", "positions") if name in batch]
-        accepted = accepted_names(model, known) if known else []
-        logits = model(inputs, **{name: batch[name][:, : inputs.shape[1]] for name in accepted})
+        given = {name: batch[name][:, : inputs.shape[1]] for name in known}
+        if asks_to_keep_apart(model, batch):
+            logits = keep_apart(model, inputs, **given)
+        else:
+            accepted = accepted_names(model, known) if known else []
+            logits = model(inputs, **{name: given[name] for name in accepted})
         nats = cross_entropy(logits, targets)
         weights = read_weights(batch, nats)
         if segments is not None:
@@ -81,14 +86,6 @@ def read_pair(batch: Batch) -> tuple[Array, Array]:
         return batch["inputs"], read_field(batch, "targets")
     tokens = read_field(batch, "tokens", "inputs")
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def accepted_names(model: Callable[..., Array], names: list[str]) -> list[str]:
-    """Return the names that a model's call has parameters for."""
-    parameters = inspect.signature(model).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return names
-    return [name for name in names if name in parameters]
 
 
 def within_document(segments: Array, inputs: Array) -> Array:

@@ -132,7 +132,10 @@ def format_facts(facts: Mapping[str, Any], folder: Path | None) -> list[str]:
         lines.append(f"devices     {devices.get('count')} × {kind}{shared}")
     if parameters := facts.get("parameters"):
         count, size = parameters.get("count") or 0, parameters.get("bytes") or 0
-        lines.append(f"parameters  {human_count(count)} ({count:,}), {human_bytes(size)}")
+        frozen = parameters.get("frozen") or 0
+        trained = f"trained of {human_count(count + frozen)}, " if frozen else ""
+        shown = f"{human_count(count)} ({count:,}) {trained}".rstrip(", ")
+        lines.append(f"parameters  {shown}, {human_bytes(size)}")
     if memory := _format_memory(facts.get("memory_per_device") or {}):
         lines.append(f"memory      {memory}")
     if description := (facts.get("dataset") or {}).get("description"):

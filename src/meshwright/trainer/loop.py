@@ -36,6 +36,7 @@ from meshwright.trainer.run_progress import (
     out_of_batches,
 )
 from meshwright.trainer.starting.learning_rate import LearningRate
+from meshwright.trainer.trained.text_sample import TextSample
 
 NO_GRADIENT = (
     "the gradient of the first step is zero: no trained parameter changes the loss; a loss of "
@@ -64,7 +65,7 @@ class Loop:
     profiling: NoProfiling
     evaluator: Evaluator | RewardEvaluator | None
     eval_every: int | None
-    sample: Callable[[TrainState], str | None]
+    sample: Callable[[TrainState], TextSample | None]
     sample_every: int | None
     log_every: int
     rate: LearningRate
@@ -234,9 +235,9 @@ class Loop:
 
     def _sample(self, state: TrainState, step: int) -> None:
         with self.heartbeat.during(Doing.EVALUATING):
-            text = self.sample(state)
-        if text is not None:
-            self.log.tracker.event("sample", step, text, {})
+            sample = self.sample(state)
+        if sample is not None:
+            self.log.tracker.event("sample", step, sample.text, sample.details)
 
     def _evaluates(self, step: int) -> bool:
         return self.eval_every is not None and step % self.eval_every == 0

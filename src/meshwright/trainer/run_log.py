@@ -177,6 +177,7 @@ def describe_run(
         "parameters": {
             "count": sum(int(np.prod(r.shape)) for r in reports),
             "bytes": sum(r.bytes for r in reports),
+            "frozen": sum(leaf.size for leaf in assembled.model_leaves.leaves if leaf.is_frozen),
         },
         "memory_per_device": memory_per_device(assembled, compiled),
         "sharding": [

@@ -247,8 +247,8 @@ class TrainingRun:
         extra: dict[str, Any] = {}
         if self._asked.recipe is not None and not progress.stop.interrupted:
             sample = self._sample(state)
-            text, grade = (None, None) if sample is None else sample
-            extra = {"sample": text, "grade": grade}
+            if sample is not None:
+                extra = {"sample": sample.text, **sample.details, "grade": sample.grade}
         return FitResult(
             losses=progress.losses,
             eval=progress.eval,
@@ -269,10 +269,6 @@ class TrainingRun:
 
     def _sample(self, state: TrainState) -> TextSample | None:
         return generate_sample(self._asked, self._assembled, state, self._ends)
-
-    def _sample_text(self, state: TrainState) -> str | None:
-        sample = self._sample(state)
-        return None if sample is None else sample.text
 
     def _make_loop(
         self, compiled: CompiledStep, log: RunLog, checkpointer: Checkpointer, interrupt: Interrupt
@@ -316,7 +312,7 @@ class TrainingRun:
             profiling=_make_profiling(asked, self._assembled, compiled),
             evaluator=self._evaluator,
             eval_every=asked.eval_every,
-            sample=self._sample_text,
+            sample=self._sample,
             sample_every=asked.sample_every,
             # A profile would show the compiler at work.
             evaluate_ahead=not asked.profile,

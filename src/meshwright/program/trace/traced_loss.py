@@ -16,6 +16,7 @@ from meshwright.program.evaluate.index_ranges import wrong_indices
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.add_adapters import add_adapters
+from meshwright.program.trace.keep_apart import apart
 from meshwright.program.trace.layout import Layout, stacked_layout
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.model_program import ModelProgram
@@ -163,7 +164,7 @@ def trace_function(
     structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in batch_leaves]
     traced = program.trace(structs)
     paths = [leaf.path for leaf in base.leaves]
-    closed = normalize(traced, paths, program.paths_by_class)
+    closed = apart(normalize(traced, paths, program.paths_by_class))
     if model_leaves.adapters:
         closed = add_adapters(
             closed,

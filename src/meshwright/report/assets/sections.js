@@ -114,7 +114,7 @@ function tiles(run) {
     ["Per step", seconds(usual(run, "step_seconds"))],
     ["MFU", percent(usual(run, "mfu"))],
     ["Mesh", meshText(run) || "–"],
-    ["Parameters", count(run.facts.parameters?.count)],
+    ["Parameters", `${count(run.facts.parameters?.count)}${run.facts.parameters?.frozen ? ` of ${count(run.facts.parameters.count + run.facts.parameters.frozen)}` : ""}`],
     ["Memory per device", bytes(run.facts.memory_per_device?.total)],
   ].filter(([, value]) => value !== "–");
   return h("dl", { class: "tiles" }, shown.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
@@ -136,14 +136,14 @@ function factsSection(runs) {
 }
 
 function completionsTable(run) {
-  const rows = run.completions;
-  const table = dataTable({ caption: "Completions of the last rollout", rows, filter: rows.length > 12, columns: [
-    { title: "prompt", value: (row) => words(row.prompt), cell: (row) => words(row.prompt), style: "long" },
-    { title: "completion", value: (row) => words(row.completion), cell: (row) => words(row.completion), style: "long" },
-    { title: "reward", numeric: true, value: (row) => row.reward, cell: (row) => number(row.reward) },
-    { title: "advantage", numeric: true, value: (row) => row.advantage, cell: (row) => number(row.advantage) },
-  ] });
-  return h("details", {}, h("summary", {}, `Completions of ${run.label || "the last rollout"}`), table);
+  const rows = run.completions, scored = rows.some((row) => "reward" in row);
+  const text = (key) => ({ title: key, value: (row) => words(row[key]), cell: (row) => words(row[key]), style: "long" });
+  const figure = (key) => ({ title: key, numeric: true, value: (row) => row[key], cell: (row) => number(row[key]) });
+  const columns = scored ? [text("prompt"), text("completion"), figure("reward"), figure("advantage")] :
+    [text("prompt"), figure("step"), text("completion")];
+  const caption = scored ? "Completions of the last rollout" : "Completions of held-out prompts";
+  const table = dataTable({ caption, rows, filter: rows.length > 12, columns });
+  return h("details", {}, h("summary", {}, run.label ? `Completions of ${run.label}` : caption), table);
 }
 
 // Metrics in the order of words.js; a task's own come after the loss.

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.errors import ANY, EnvironmentProblem, Setting, UserError, first_line
-from meshwright.processes import barrier, is_main
+from meshwright.processes import broadcast, is_main
 from meshwright.program.trace.adapters import PREFIX, Adapter, Split
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
@@ -143,8 +143,8 @@ def keep_base(
         adapters=list(assembled.model_leaves.adapters.values()),
         run=run_dir,
     )
-    known = find_base(run_dir)
-    if known is not None and known.digest == record.digest and known.weights == record.weights:
+    known = find_base(run_dir) if is_main() else None
+    if broadcast(known and (known.digest, known.weights)) == [record.digest, record.weights]:
         return
     if weights is None:
         store = CheckpointStore(run_dir / FOLDER, keep_last=1)
@@ -160,10 +160,8 @@ def keep_base(
         {**asdict(a), "split": [sorted(a.split.inputs), sorted(a.split.outputs)]}
         for a in record.adapters
     ]
-    if is_main():
-        del values["run"]
-        write_files(run_dir, {RECORD: json.dumps(values, indent=1) + "\n"})
-    barrier("base kept")
+    del values["run"]
+    write_files(run_dir, {RECORD: json.dumps(values, indent=1) + "\n"})
 
 
 def find_base(folder: Path) -> Base | None:

@@ -10,6 +10,7 @@ from meshwright.config.argument_checks import check_path
 from meshwright.errors import UserError
 from meshwright.trainer.trained.base_weights import find_base
 from meshwright.trainer.trained.export_hf import read_kind
+from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.model_card import CARD, model_card
 from meshwright.weights.hf_folder import CONFIG
 from meshwright.weights.kept import read_kept
@@ -18,7 +19,7 @@ from meshwright.weights.write_folder import check_target
 
 
 def export_peft(
-    run: str | Path,
+    run: str | Path | FitResult,
     folder: str | Path,
     *,
     step: int | None = None,
@@ -28,7 +29,7 @@ def export_peft(
     """Write the adapters of a run as a folder that the package ``peft`` loads.
 
     Args:
-        run: a run folder, its checkpoint folder or a single checkpoint.
+        run: a run folder, its checkpoint folder or a single checkpoint, or the result of a run.
         folder: the folder to write, which must not exist or be empty.
         step: which checkpoint; the newest by default.
         which: instead of a number: last, or best, the one with the lowest evaluation loss.
@@ -39,7 +40,10 @@ def export_peft(
     """
     target = check_path("folder", folder)
     check_target(target)
-    reader, number = choose_checkpoint(check_path("run", run), step, which)
+    source = run.run_dir if isinstance(run, FitResult) else run
+    if source is None:
+        raise UserError("the run has no folder", fix="train with run_dir=, which keeps its base")
+    reader, number = choose_checkpoint(check_path("run", source), step, which)
     base, metadata = find_base(reader.folder), reader.metadata(number)
     if base is None or not base.adapters:
         raise UserError(

@@ -22,13 +22,27 @@ TEMPERATURE = 0.8
 """Below 1, because a model is too random after a short run."""
 GRADED_ROWS = 8
 """Texts of the built-in sentences are graded; one alone would say little."""
+ANSWERED_ROWS = 4
+"""Prompts of conversations that are answered."""
 
 
 class TextSample(NamedTuple):
-    """A held-out text as the model continues it, and how good that is, if it can be said."""
+    """A held-out text as the model continues it.
+
+    Attributes:
+        text: the text.
+        grade: how good it is, if it can be said.
+        completions: prompts of conversations with the model's answers.
+    """
 
     text: str
-    grade: str | None
+    grade: str | None = None
+    completions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The completions for the report; empty without any."""
+        return {"completions": self.completions} if self.completions else {}
 
 
 @activity("generating a sample of text")
@@ -44,9 +58,14 @@ def generate_sample(
     assert source is not None
     assert asked.recipe is not None
     graded = asked.recipe.config_data.is_built_in_text
-    batch = source.batch(0, GRADED_ROWS if graded else 1)
+    batch = source.batch(0, GRADED_ROWS if graded else ANSWERED_ROWS)
+    chat = "mask" in batch
     rows = np.asarray(batch["tokens"] if "tokens" in batch else batch["inputs"])
-    prompts: list[Any] = [*rows[:, : min(_prompt_length(batch), task.context_length - 1)]]
+    # What comes before the first token that is learned.
+    lengths = np.asarray(batch["mask"]).argmax(axis=1) + 1 if chat else [PROMPT_TOKENS] * len(rows)
+    longest = task.context_length - 1
+    prompts = [row[: min(n, longest)] for row, n in zip(rows, lengths, strict=True)]
+    prompts = prompts if graded or chat else prompts[:1]
     if asked.sample_prompt is not None:
         prompts, graded = [TextTokens(tokenizer).encode(asked.sample_prompt)], False
     if isinstance(tokenizer, FileTokenizer):
@@ -60,15 +79,8 @@ def generate_sample(
         stop_tokens=ends,
         tokenizer=tokenizer,
     )
-    texts = [
-        printable(f"{tokenizer.decode(prompt)}{text}")
-        for prompt, text in zip(prompts, new.texts, strict=True)
-    ]
-    return TextSample(texts[0], grade(texts) if graded else None)
-
-
-def _prompt_length(batch: Any) -> int:
-    """Return how many tokens of a row the model continues: those before the first it learns."""
-    mask = batch.get("mask")
-    first = PROMPT_TOKENS - 1 if mask is None else int(np.argmax(np.asarray(mask)[0]))
-    return first + 1
+    told = [printable(tokenizer.decode(prompt)) for prompt in prompts]
+    said = [printable(text) for text in new.texts]
+    texts = [prompt + text for prompt, text in zip(told, said, strict=True)]
+    answers = tuple(zip(told, said, strict=True)) if chat else ()
+    return TextSample(texts[0], grade(texts) if graded else None, answers)

@@ -1,0 +1,439 @@
+"""The pass that keeps documents of one row apart in a model that takes no ``segment_ids``.
+
+Every value that depends on tokens is followed with its dims of rows and of positions. Where a
+model sums over positions, as attention does, pairs of different documents are masked before; what
+follows from positions alone, such as their embeddings, is looked up by the position within the
+document. A model that mixes positions in any other way is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from meshwright.errors import Setting, UserError
+from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.op import primitives
+from meshwright.program.dims.row_rules import row_rule
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter, run_scan, scan_body
+from meshwright.program.jaxpr.equations import (
+    CALLS,
+    REMATS,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Value,
+    Var,
+    aval_of,
+    bind,
+    called_jaxpr,
+    name_stack,
+    scan_counts,
+    structs_of,
+)
+from meshwright.program.jaxpr.names import module_of
+from meshwright.program.trace.normalize import normalize
+
+_MARKS = {f"meshwright.{name}": name for name in ("segments", "positions", "tokens", "logits")}
+ROW, PLACE = "row", "place"
+
+_MOVES = primitives(
+    """
+    convert_element_type name stop_gradient copy reduce_precision transpose reshape squeeze
+    broadcast_in_dim
+    """
+)
+"""Operations after which what is hidden is still hidden."""
+
+
+class NotApart(UserError):
+    """A model that mixes the tokens of a row in a way that documents cannot be kept out of."""
+
+
+def keep_apart(model: Callable[..., Any], tokens: Any, *, segment_ids: Any, positions: Any) -> Any:
+    """Return the logits of tokens [B, T] as if each document of a row had a row of its own.
+
+    In a program that is not traced by a trainer, this is ``model(tokens)``.
+
+    Args:
+        model: from tokens to logits.
+        tokens: the tokens.
+        segment_ids: the document of each token.
+        positions: its position within the document.
+    """
+    given = {"segments": segment_ids, "positions": positions, "tokens": tokens}
+    marked = [checkpoint_name(value, f"meshwright.{name}") for name, value in given.items()]
+    return checkpoint_name(model(marked[-1]), "meshwright.logits")
+
+
+def apart(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a program in which documents are apart where `keep_apart` asks for it."""
+    if not any(_mark(eqn) for eqn in closed.jaxpr.eqns):
+        return closed
+    run = lambda *args: _Apart(closed).run(closed, args)  # noqa: E731
+    return normalize(jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars)))
+
+
+def asks_to_keep_apart(model: Callable[..., Any], batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has documents that its model cannot tell apart by itself."""
+    packed = {"segment_ids", "positions", "mask"} <= batch.keys()
+    return packed and not accepted_names(model, ["segment_ids"])
+
+
+def accepted_names(model: Callable[..., Any], names: list[str]) -> list[str]:
+    """Return the names that a model's call has parameters for."""
+    parameters = inspect.signature(model).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return names
+    return [name for name in names if name in parameters]
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """What is known of a value.
+
+    Attributes:
+        varies: the dims along which its elements may differ.
+        dims: by dim, whether it is that of rows or one of positions; empty if it depends on no
+            token.
+        hidden: what it is for pairs of different documents: ``low``, ``zero``, or anything.
+        mixed: the operation that mixes documents in it.
+        random: whether it is drawn at random.
+        value: computes it, if it is constant.
+    """
+
+    varies: frozenset[int] = frozenset()
+    dims: tuple[str, ...] = ()
+    hidden: str = ""
+    mixed: str = ""
+    random: bool = False
+    value: Callable[[], Any] | None = None
+
+    @property
+    def places(self) -> list[int]:
+        return [dim for dim, kind in enumerate(self.dims) if kind == PLACE]
+
+    def shifted(self, by: int) -> _Fact:
+        """Return the fact of a slice along the first dim (-1), or of a stack (1)."""
+        varies = {d + by for d in self.varies if d + by >= 0} | ({0} if by > 0 else set())
+        dims = self.dims and (("", *self.dims) if by > 0 else self.dims[1:])
+        return replace(self, varies=frozenset(varies), dims=dims, hidden="", value=None)
+
+
+def _any(atom: Any) -> _Fact:
+    return _Fact(frozenset(d for d, size in enumerate(aval_of(atom).shape) if size > 1))
+
+
+class _Apart(Evaluator):
+    """Evaluates a program with its documents kept apart."""
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        super().__init__((self._follow,))
+        self._given: dict[str, Any] = {}
+        self._changes = 0
+        consts = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        self._facts = {v: replace(_any(v), value=partial(jnp.asarray, c)) for v, c in consts}
+
+    def _fact(self, atom: Atom) -> _Fact:
+        if isinstance(atom, Literal):
+            return replace(_any(atom), value=lambda: jnp.asarray(atom.val))
+        return self._facts.get(atom) or _any(atom)
+
+    def _follow(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate one equation, and find out about its results."""
+        operands = env.operands(eqn)
+        if mark := _mark(eqn):
+            return self._marked(eqn, mark, operands)
+        facts, name = [self._fact(a) for a in eqn.invars], eqn.primitive.name
+        mixed = next((fact.mixed for fact in facts if fact.mixed), "")
+        if not mixed and any(fact.dims for fact in facts):
+            if name == "scan":
+                return self._scan(eqn, env, facts)
+            if name in REMATS or name in CALLS:
+                return self._enter(eqn, facts, lambda: enter(eqn, env))
+            if name.startswith("custom_"):
+                return self._custom(eqn, env, facts)
+            return self._plain(eqn, env, facts)
+        for number, variable in enumerate(eqn.outvars):
+            known = None if mixed else _independent(eqn, number, facts)
+            self._facts[variable] = known or _Fact(mixed=mixed)
+        return bind(eqn, operands)
+
+    def _marked(self, eqn: Equation, mark: str, operands: list[Value]) -> list[Value]:
+        fact = self._fact(eqn.invars[0])
+        self._facts[eqn.outvars[0]] = _any(eqn.outvars[0])
+        if mark in ("segments", "positions"):
+            self._given[mark] = operands[0]
+        elif mark == "tokens":
+            self._facts[eqn.outvars[0]] = replace(_any(eqn.outvars[0]), dims=(ROW, PLACE))
+        elif fact.dims[:2] != (ROW, PLACE):
+            by = fact.mixed or "an unknown operation"
+            raise NotApart(
+                "conversations cannot share rows with this model",
+                why=f"the model mixes the tokens of a row by {by}",
+                fix=f"write {Setting('data.packing', 'none')}, or give its call the parameters "
+                "`segment_ids` and `positions`",
+            )
+        return operands
+
+    def _plain(self, eqn: Equation, env: Environment, facts: list[_Fact]) -> list[Value]:
+        """Evaluate an equation that depends on tokens."""
+        operands = env.operands(eqn)
+        summed = _sums(eqn, facts)
+        for number, state in summed.hides.items():
+            fact, atom = facts[number], eqn.invars[number]
+            if fact.hidden != state:
+                operands[number] = self._hide(operands[number], fact, state)
+                facts[number] = replace(fact, hidden=state)
+                if state == "low" and isinstance(atom, Var):
+                    # What a maximum is subtracted from later has to be hidden, too.
+                    env.values[atom], self._facts[atom] = operands[number], facts[number]
+        for result, variable in enumerate(eqn.outvars):
+            found = _dependent(eqn, result, facts, summed.dims)
+            for number, fact in enumerate(facts):
+                if not (fact.dims or fact.random or found.mixed):
+                    found, places = _meet(eqn, number, fact, found)
+                    if places and not found.mixed:
+                        operands[number] = self._restarted(operands[number], fact, found, places)
+            self._facts[variable] = found
+        return bind(eqn, operands)
+
+    def _hide(self, value: Value, fact: _Fact, state: str) -> Value:
+        """Return a value with two dims of positions, hidden for pairs of different documents."""
+        self._changes += 1
+        row, shape = fact.dims.index(ROW), [1] * value.ndim
+        for dim in (row, *fact.places):
+            shape[dim] = value.shape[dim]
+        one, other = (
+            jnp.broadcast_to(_spread(self._given["segments"], value.ndim, row, place), shape)
+            for place in fact.places
+        )
+        fill = 0 if state == "zero" else jnp.finfo(value.dtype).min
+        return jnp.where(one == other, value, jnp.asarray(fill, value.dtype))
+
+    def _restarted(self, value: Value, fact: _Fact, found: _Fact, places: Sequence[int]) -> Value:
+        """Return a value that follows from positions, by the positions within documents."""
+        self._changes += 1
+        row, shape = found.dims.index(ROW), value.shape
+        kept = tuple(slice(None) if d in fact.varies else slice(1) for d in range(value.ndim))
+        value = value[kept]
+        for place in places:
+            at = _spread(self._given["positions"], value.ndim, row, place)
+            value = jnp.take_along_axis(value, at, axis=place, mode="clip")
+        return jnp.broadcast_to(value, jnp.broadcast_shapes(value.shape, shape))
+
+    def _enter(self, eqn: Equation, facts: Sequence[_Fact], run: Callable[[], Any]) -> list[Value]:
+        """Evaluate a nested program, whose inputs these facts are of."""
+        inner = called_jaxpr(eqn).jaxpr
+        self._facts.update(zip(inner.invars, facts, strict=True))
+        results = run()
+        known = [self._fact(atom) for atom in inner.outvars]
+        self._facts.update(zip(eqn.outvars, known, strict=True))
+        return results
+
+    def _custom(self, eqn: Equation, env: Environment, facts: list[_Fact]) -> list[Value]:
+        """Evaluate a function with a derivative of its own, in which nothing can be changed."""
+        operands, before, closed = env.operands(eqn), self._changes, called_jaxpr(eqn)
+        trace = lambda: jax.eval_shape(lambda *args: env.run(closed, args), *operands)  # noqa: E731
+        self._enter(eqn, facts, trace)
+        if self._changes > before:
+            self._facts.update(dict.fromkeys(eqn.outvars, _Fact(mixed=_where(eqn))))
+        return bind(eqn, operands)
+
+    def _scan(self, eqn: Equation, env: Environment, facts: list[_Fact]) -> list[Value]:
+        """Evaluate a loop over anything but positions, such as blocks."""
+        consts, carries = scan_counts(eqn)
+        start, operands = consts + carries, env.operands(eqn)
+        begin = [replace(_any(a), dims=f.dims) for a, f in zip(eqn.invars, facts, strict=True)]
+        rows = [fact.shifted(-1) for fact in facts[start:]]
+        inner = called_jaxpr(eqn).jaxpr
+        entering = [*facts[:consts], *begin[consts:start], *rows]
+        self._facts.update(zip(inner.invars, entering, strict=True))
+        results = run_scan(eqn, operands, scan_body(eqn, operands[:consts], env))
+        known = [self._fact(atom) for atom in inner.outvars]
+        same = all(a.dims == b.dims for a, b in zip(known, entering[consts:start], strict=False))
+        if not same or any(fact.dims and fact.dims[0] for fact in facts[start:]):
+            self._facts.update(dict.fromkeys(eqn.outvars, _Fact(mixed=_where(eqn))))
+            return bind(eqn, operands)
+        known = [*known[:carries], *(fact.shifted(1) for fact in known[carries:])]
+        self._facts.update(zip(eqn.outvars, known, strict=True))
+        return results
+
+
+def _mark(eqn: Equation) -> str:
+    name = eqn.params["name"] if eqn.primitive.name == "name" else None
+    return _MARKS.get(name, "")
+
+
+def _where(eqn: Equation) -> str:
+    module = module_of(name_stack(eqn))
+    return f"`{eqn.primitive.name}`{f' in `{module}`' if module else ''}"
+
+
+def _spread(value: Any, rank: int, row: int, place: int) -> Any:
+    """Return a value [B, T] with its dims at these places among others of size 1."""
+    value = value if row < place else value.T
+    return jnp.expand_dims(value, [d for d in range(rank) if d not in (row, place)])
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The dims of positions that an equation sums over, and what must be hidden before.
+
+    Attributes:
+        dims: pairs of an operand and its dim.
+        hides: by operand, what pairs of different documents must be.
+    """
+
+    dims: frozenset[tuple[int, int]] = frozenset()
+    hides: Mapping[int, str] = field(default_factory=dict[int, str])
+
+
+def _sums(eqn: Equation, facts: Sequence[_Fact]) -> _Sums:
+    name, first = eqn.primitive.name, facts[0]
+    if name == "exp" and len(first.places) == 2:
+        return _Sums(hides={0: "low"})
+    if name in ("reduce_sum", "reduce_max") and len(first.places) == 2:
+        over = {d for d in eqn.params["axes"] if d in first.places}
+        number = jnp.issubdtype(aval_of(eqn.invars[0]).dtype, jnp.inexact)
+        if len(over) == 1 and number:
+            return _Sums(frozenset((0, d) for d in over), {0: _HIDES[name]})
+    if name != "dot_general":
+        return _Sums()
+    dims, hides = set[tuple[int, int]](), dict[int, str]()
+    for each in zip(*eqn.params["dimension_numbers"][0], strict=True):
+        over = [(n, d) for n, d in enumerate(each) if d in facts[n].places]
+        pairs = [n for n, _ in over if len(facts[n].places) == 2]
+        if pairs and (len(over) == 2 or each[1 - pairs[0]] not in facts[1 - pairs[0]].varies):
+            dims.update(over)
+            hides[pairs[0]] = "zero"
+    return _Sums(frozenset(dims), hides)
+
+
+def _sources(eqn: Equation, result: int, dim: int) -> list[tuple[int, int]] | None:
+    """Return of which operands, and which of their dims, a result has the same rows."""
+    rule = row_rule(eqn, result, dim)
+    if rule is None or rule.whole:
+        return None
+    return [(number, inner) for number, inner in enumerate(rule.dims) if inner is not None]
+
+
+def _varies(
+    eqn: Equation, facts: Sequence[_Fact], sources: Sequence[Any], shape: Sequence[int]
+) -> frozenset[int]:
+    if eqn.primitive.name == "iota":
+        return frozenset({eqn.params["dimension"]})
+    return frozenset(
+        dim
+        for dim, places in enumerate(sources)
+        if (shape[dim] > 1 if places is None else any(i in facts[n].varies for n, i in places))
+    )
+
+
+def _independent(eqn: Equation, result: int, facts: Sequence[_Fact]) -> _Fact:
+    """Return what is known of a value that depends on no tokens."""
+    shape = aval_of(eqn.outvars[result]).shape
+    sources = [_sources(eqn, result, dim) for dim in range(len(shape))]
+    drawn = eqn.primitive.name.startswith(("random_", "threefry", "philox", "rng_"))
+    values = [fact.value for fact in facts]
+    known = not drawn and all(value is not None for value in values)
+    return _Fact(
+        _varies(eqn, facts, sources, shape),
+        random=drawn or any(fact.random for fact in facts),
+        value=partial(_computed, eqn, result, values) if known else None,
+    )
+
+
+def _computed(eqn: Equation, result: int, values: Sequence[Callable[[], Any]]) -> Any:
+    return bind(eqn, [value() for value in values])[result]
+
+
+def _dependent(
+    eqn: Equation, result: int, facts: Sequence[_Fact], summed: frozenset[tuple[int, int]]
+) -> _Fact:
+    """Return what is known of a value that depends on tokens."""
+    shape = aval_of(eqn.outvars[result]).shape
+    sources = [_sources(eqn, result, dim) for dim in range(len(shape))]
+    dims, lost = list[str](), set[tuple[int, int]]()
+    for number, fact in enumerate(facts):
+        lost |= {(number, dim) for dim, kind in enumerate(fact.dims) if kind}
+    fits = True
+    for places in sources:
+        own = [(facts[n], i) for n, i in places or () if facts[n].dims]
+        kinds = {fact.dims[i] for fact, i in own if i in fact.varies or fact.dims[i]}
+        fits &= len(kinds) < 2
+        dims.append(max(kinds, default=""))
+        lost -= set(places or ())
+    fits &= dims.count(ROW) == 1 and 1 <= dims.count(PLACE) <= 2 and lost <= summed
+    if not fits:
+        return _Fact(mixed=_where(eqn))
+    hidden = _hidden(eqn.primitive.name, facts) if dims.count(PLACE) == 2 else ""
+    return _Fact(_varies(eqn, facts, sources, shape), tuple(dims), hidden)
+
+
+_HIDES = {"reduce_sum": "zero", "reduce_max": "low"}
+
+
+def _hidden(name: str, facts: Sequence[_Fact]) -> str:
+    """Return what a result is for pairs of different documents."""
+    first, some = facts[0].hidden, {fact.hidden for fact in facts}
+    if name in _MOVES:
+        return first
+    if (name == "mul" and "zero" in some) or (name == "div" and first == "zero"):
+        return "zero"
+    if (name == "sub" and first == "low") or (name == "add" and "low" in some):
+        return "low"
+    return "zero" if name == "exp" and first == "low" else ""
+
+
+def _meet(eqn: Equation, number: int, fact: _Fact, found: _Fact) -> tuple[_Fact, list[int]]:
+    """Return what is known once a value without tokens has joined, and its dims of positions."""
+    varied = {
+        dim: inner
+        for dim in range(len(found.dims))
+        for n, inner in _sources(eqn, 0, dim) or ()
+        if n == number and inner in fact.varies
+    }
+    places = [dim for dim in varied if found.dims[dim] == PLACE]
+    if not places:
+        return found, []
+    if eqn.primitive.name not in ELEMENTWISE and eqn.primitive.name != "concatenate":
+        return _Fact(mixed=_where(eqn)), []
+    shape = aval_of(eqn.invars[number]).shape
+    others = [d for d in varied if not found.dims[d] and shape[d] == shape[places[0]]]
+    # A mask of queries and keys joins one of padding, which has no dim of queries.
+    joins = len(others) == 1 and aval_of(eqn.invars[number]).dtype == bool
+    pair = [*places, *(others if joins else ())]
+    if len(pair) != 2 or fact.value is None or not _banded(fact.value, pair):
+        return found, places
+    dims = [PLACE if d in pair else kind for d, kind in enumerate(found.dims)]
+    return replace(found, dims=tuple(dims)), []
+
+
+_known: dict[Any, bool] = {}
+
+
+def _banded(value: Callable[[], Any], dims: Sequence[int]) -> bool:
+    """Whether a constant depends on the difference of two positions alone."""
+    program = jax.make_jaxpr(value)()
+    consts = [np.asarray(const) for const in program.consts]
+    key = (str(program), tuple(dims), tuple((c.shape, c.tobytes()) for c in consts))
+
+    def check() -> Any:
+        (found,) = Evaluator().run(program, [])
+        found = jnp.moveaxis(found, tuple(dims), (-2, -1))
+        return (found[..., 1:, 1:] == found[..., :-1, :-1]).all()
+
+    if key not in _known:
+        with jax.ensure_compile_time_eval():
+            _known[key] = bool(jax.jit(check)())
+    return _known[key]
