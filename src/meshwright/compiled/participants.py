@@ -57,15 +57,13 @@ def _mesh_groups(text: str) -> Groups:
         cuts = sorted({1, full, *(p for p, _ in parts), *(p * s for p, s in parts)})
         factors += [(name, pre, after // pre) for pre, after in pairwise(cuts)] or [(name, 1, 1)]
     ids = re.search(r"device_ids=\((.*)\)\s*\{", text)
-    devices = _device_ids(ids[1]) if ids else np.arange(math.prod(sizes.values()))
+    devices = np.arange(math.prod(sizes.values()))
+    if ids:
+        devices = _iota(ids[1]) if ids[1].startswith("[") else np.array(integers(ids[1]))
     grid = devices.reshape([size for _, _, size in factors])
     last = [factors.index(ref) for ref in refs]
     order = [i for i in range(len(factors)) if i not in last] + last
     return _groups(grid.transpose(order).reshape(-1, math.prod(size for _, _, size in refs)))
-
-
-def _device_ids(text: str) -> PerDevice:
-    return _iota(text) if text.startswith("[") else np.array(integers(text))
 
 
 def _iota(text: str) -> PerDevice:

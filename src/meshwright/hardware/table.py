@@ -108,7 +108,9 @@ def parse_hardware(text: str) -> Hardware:
     match = re.fullmatch(rf"{number}{number}(.+)", text.strip(), re.IGNORECASE)
     if match is None:
         raise UserError("the hardware is empty", fix="write it as 8xA100-40GB or 2x8xH100")
-    if re.fullmatch(r"[\d\sx×]+", match[3], re.IGNORECASE) and not _is_chip(match[3]):
+    only_numbers = re.fullmatch(r"[\d\sx×]+", match[3], re.IGNORECASE)
+    # One of your own chips may be called X.
+    if only_numbers and plain_name(match[3]) not in map(plain_name, load_chips()):
         numbers = text.strip(" xX×") or "8"
         raise UserError(
             f"`{text:.60}` names no chip",
@@ -124,11 +126,6 @@ def parse_hardware(text: str) -> Hardware:
     _check_whole_chips(text, chip, numbers[-1])
     nodes = numbers[0] if len(numbers) == 2 else _fewest_nodes(text, chip, count)
     return Hardware(chip=chip, count=count, nodes=nodes)
-
-
-def _is_chip(name: str) -> bool:
-    """Whether a chip has this very name, as one of your own may be called X."""
-    return plain_name(name) in map(plain_name, load_chips())
 
 
 def _check_numbers(rest: str, text: str) -> None:

@@ -89,7 +89,8 @@ def steps_on_mesh(
         state, metrics, scale = _step(assembled, state, batch)
         clipped = recorded(assembled, state, _GRADIENTS)
         start = recorded(assembled, state, _PARAMS) or {path: before[path] for path in clipped}
-        factor = _clip_factor(float(metrics["grad_norm"]), clip_norm)
+        norm = float(metrics["grad_norm"])
+        factor = 1.0 if clip_norm is None or not norm > clip_norm else clip_norm / norm
         after = canonical_values(assembled, state)
         yield MeshStep(
             before,
@@ -169,7 +170,3 @@ def _scaling(state: TrainState) -> tuple[float, int]:
     if state.loss_scale is None:
         return 1.0, 0
     return float(state.loss_scale.scale), int(state.loss_scale.skipped)
-
-
-def _clip_factor(norm: float, clip_norm: float | None) -> float:
-    return 1.0 if clip_norm is None or not norm > clip_norm else clip_norm / norm

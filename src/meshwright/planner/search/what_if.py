@@ -101,7 +101,8 @@ def _best(
     )
     asked = replace(task, hardware=smaller_or_larger(task.hardware, count), fixed=fixed)
     every = list(all_sizes(count, {}))
-    alike = [] if larger is None else [sizes for sizes in every if _alike(sizes, larger)]
+    most = {} if larger is None else {axis: max(8, 2 * larger.plan.size(axis)) for axis in AXES}
+    alike = [sizes for sizes in every if most and all(sizes[axis] <= most[axis] for axis in AXES)]
     for meshes in filter(None, (alike, every)):
         try:
             plans = search(estimator, asked, top=1, meshes=meshes).plans
@@ -111,10 +112,6 @@ def _best(
         if plans:
             return plans[0]
     return None
-
-
-def _alike(sizes: Sizes, larger: Estimate) -> bool:
-    return all(size <= max(8, 2 * larger.plan.size(axis)) for axis, size in sizes.items())
 
 
 MOST_DEVICES = 16_384
