@@ -65,7 +65,7 @@ class ModuleLedger(Frozen):
 
 
 class KindOverlap(_Record):
-    """What collectives of one kind send over one axis, and during which products are computed."""
+    """What collectives of one kind send over one axis, and how much of it while products run."""
 
     sent_bytes: int
     overlapped_bytes: int

@@ -33,7 +33,7 @@ def pipeline_warnings(
 ) -> list[str]:
     """Return suggested changes, one sentence each.
 
-    Without the bubble of these costs, it is simulated; with samples, batch sizes are named.
+    The bubble of these costs is simulated by default; with ``samples``, batch sizes are named.
     """
     equal = schedule.bubble(num_microbatches, num_stages)
     if bubble is None:

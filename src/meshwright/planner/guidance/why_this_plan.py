@@ -286,7 +286,7 @@ def _divided_batch(task: PlanTask) -> str:
 
 
 def _what_holds_it(task: PlanTask, found: SearchResult | None) -> str:
-    """Return what to use for a model that does not fit; a found cluster holds it."""
+    """Return what to use for a model that does not fit, such as the cluster that was found."""
     chip = task.hardware.chip.name
     if found is None and _shares_memory(task.hardware):
         local = Setting("hardware", LOCAL)

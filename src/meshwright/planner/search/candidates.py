@@ -67,7 +67,7 @@ class PlanTask:
 
 @dataclass(frozen=True)
 class Variant:
-    """The settings of a plan besides its mesh and microbatch; gradients may be reduced once."""
+    """Settings besides mesh and microbatch; ``sync_once`` reduces gradients once per step."""
 
     remat: Remat = "none"
     blocks: Literal["scan", "unroll"] = "unroll"
