@@ -157,6 +157,7 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_sustained.py
 	@$(BIN)/python benchmarks/gpu_choice.py
 	@$(BIN)/python benchmarks/gpu_generate.py
+	@$(BIN)/python benchmarks/gpu_grpo.py
 	@$(BIN)/python benchmarks/page.py
 
 compiler-benchmarks: setup

@@ -152,6 +152,30 @@ def gpu_generate(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def gpu_grpo(record: dict[str, Any]) -> list[str]:
+    """One row for each side."""
+    names = {
+        "lora": "LoRA",
+        "full": "all weights",
+        "peer_lora": "LoRA, transformers and peft",
+        "peer_full": "all weights, transformers",
+    }
+    parts = ("seconds", "rollout", "reward", "log_probs", "update")
+    heads = ("what", "s an update", "rollout", "rewards", "log-probabilities", "update",
+             "tokens/s", "mismatch", "peak GiB")  # fmt: skip
+    rows = [
+        [
+            names[side],
+            *(f"{row[part]:.2f}" for part in parts),
+            f"{row['tokens_per_second']:,.0f}",
+            row.get("mismatch", ""),
+            f"{row['peak_gib']:.1f}",
+        ]
+        for side, row in record["sides"].items()
+    ]
+    return table(heads, rows)
+
+
 def gpu_plain_loop(record: dict[str, Any]) -> list[str]:
     """One row for each model."""
     ways = ("plain", "auto", "none")
@@ -570,6 +594,7 @@ TABLES = {
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_generate": gpu_generate,
+    "gpu_grpo": gpu_grpo,
     "gpu_plain_loop": gpu_plain_loop,
     "gpu_lora": gpu_lora,
     "published_throughputs": published_throughputs,
