@@ -130,8 +130,9 @@ def accumulate_locally(
 
 
 def _finished(params: Sequence[Any], found: Any, scale: Array | None) -> Gradients:
-    ((model_state, new), sums), losses = found
-    return finish_gradients(replaced(params, new), sums, *losses, list(model_state), scale)
+    ((model_state, new), sums), (objectives, metrics) = found
+    params = replaced(params, new)
+    return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)
 
 
 def _accumulate(

@@ -66,7 +66,10 @@ def write_folder(source: Source, target: Path, dtype: str | None = None) -> Expo
     """
     check_target(target)
     kept = json.loads(source.kept.get(CONFIG, "{}"))
-    dtype = _check_dtype(dtype or str(kept.get("torch_dtype", "float32")))
+    dtype = dtype or str(kept.get("torch_dtype", "float32"))
+    if dtype not in DTYPE_NAMES:
+        why = f"known: {', '.join(DTYPE_NAMES)}"
+        raise UserError(f"{dtype} is not a number format for weights", why=why)
     config = published_config(source.kind, source.arguments, kept) | {"torch_dtype": dtype}
     config |= {} if kept else token_ids(source.kept)
     arguments = with_defaults(source.kind, source.arguments)
@@ -114,14 +117,6 @@ def check_target(target: Path) -> None:
     else:
         return
     raise UserError(f"{target} exists already", why=why, fix="name a new folder")
-
-
-def _check_dtype(dtype: str) -> str:
-    if dtype in DTYPE_NAMES:
-        return dtype
-    raise UserError(
-        f"{dtype} is not a number format for weights", why=f"known: {', '.join(DTYPE_NAMES)}"
-    )
 
 
 def _place_all(architecture: Architecture, source: Source) -> dict[str, TensorRow]:
