@@ -151,7 +151,9 @@ class CheckpointReader:
         """
 
         def read() -> tuple[Any, dict[str, Any]]:
-            arrays = self._restore_own(step, structs)
+            with self._checkpointer(ocp.StandardCheckpointHandler) as reader:
+                place, wanted = self.folder / str(step) / STATE, ocp.args.StandardRestore(structs)
+                arrays = reader.restore(place, args=wanted)
             sums = sums_of(arrays, main=is_main())
             return arrays, {name: own.to_json() for name, own in sums.items()}
 
@@ -172,12 +174,6 @@ class CheckpointReader:
         )
         self._compare(step, sums_of(arrays))
         return arrays
-
-    def _restore_own(self, step: int, structs: Any) -> Any:
-        with self._checkpointer(ocp.StandardCheckpointHandler) as reader:
-            return reader.restore(
-                self.folder / str(step) / STATE, args=ocp.args.StandardRestore(structs)
-            )
 
     def _read_numpy(self, step: int, paths: Mapping[str, Sequence[str]]) -> Any:
         with self._checkpointer(ocp.PyTreeCheckpointHandler) as reader:

@@ -159,7 +159,9 @@ class CheckpointStore:
                 # Training continues whatever went wrong; the caller reports it.
                 failures.append(caught)
         for failure in failures:
-            _remove_temporary(self.folder, metadata.step)
+            if is_main():
+                for left in self.folder.glob(f"{metadata.step}.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(left, ignore_errors=True)
             error = failure
             reason, fix = _why_not_saved(self.folder, state, failure)
         return Saved(metadata.step, time.perf_counter() - started, error, reason, fix)
@@ -226,13 +228,6 @@ def _remove_deleted(folder: Path) -> None:
     """Delete the old checkpoints that were moved."""
     if is_main():
         shutil.rmtree(folder / DELETED, ignore_errors=True)
-
-
-def _remove_temporary(folder: Path, step: int) -> None:
-    """Remove what a failed save has left."""
-    if is_main():
-        for path in folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _why_not_saved(folder: Path, state: Any, error: Exception) -> tuple[str, str]:

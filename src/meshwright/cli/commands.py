@@ -22,14 +22,10 @@ class Flag:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the command line.
+    """A command of the command line; its module in this package has ``run(request)``.
 
     Attributes:
-        name: the word typed after ``meshwright``; its module in this package has ``run(request)``.
-        help: a help text of one line.
         arguments: what to write after its name for a call that works as it is.
-        flags: its own flags.
-        usage: what follows its name.
         needs_devices: whether JAX devices must be ready before it runs, if it composes a config.
         composes: whether it takes overrides of a config; if not, its function is
             ``run(arguments, output)``.

@@ -251,14 +251,12 @@ def _write_files(request: Request, report: PlanReport) -> None:
     if "--out" in flags:
         words = describing(request.arguments.overrides)
         write_file(Path(flags["--out"]), report.to_yaml(words))
-        command = shlex.join(_train_command(request.arguments, flags["--out"]))
+        # With no setting that the plan itself has.
+        own = without_planned(request.arguments.overrides)
+        settings = [word for word in own if setting_group(word) != "hardware"]
+        sources = [(flag, flags[flag]) for flag in _SOURCES if flag in flags]
+        train = [*invoked_as(), "train", *chain(*sources), *settings, f"{KEY}={flags['--out']}"]
+        command = shlex.join(train)
         line = Text(f"to train with this plan: {command}", overflow="ignore", no_wrap=True)
         # Rich wraps a text by itself, whatever it says.
         request.output.say(Group(line))
-
-
-def _train_command(arguments: Arguments, path: str) -> list[str]:
-    """Return the command that trains with a plan: with no setting that the plan itself has."""
-    words = [w for w in without_planned(arguments.overrides) if setting_group(w) != "hardware"]
-    given = [(flag, arguments.flags[flag]) for flag in _SOURCES if arguments.has(flag)]
-    return [*invoked_as(), "train", *chain(*given), *words, f"{KEY}={path}"]

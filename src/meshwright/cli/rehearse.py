@@ -151,24 +151,18 @@ def _choose(request: Request, hardware: Hardware | None) -> Target:
 
 def _no_gpu(hardware: Hardware | None) -> UserError:
     """Return why nothing can be compiled for GPUs here."""
-    what = f"{ON} gpu needs a GPU, or a compiler for GPUs that are elsewhere"
     if hardware is None:
-        return UserError(
-            what,
-            why="JAX sees no GPU on this machine, and no hardware is given to compile for",
-            fix=f"write {Setting('hardware', '8xH100')}, or {ON} cpu",
-        )
-    if hardware.chip.cores is None:
-        return UserError(
-            what,
-            why=f"JAX sees no GPU on this machine, and the processors of {hardware.chip.name} are "
-            "not known",
-            fix=f"write {ON} cpu, or `cores` of an NVIDIA GPU in your hardware file",
-        )
+        why = "no hardware is given to compile for"
+        fix = f"write {Setting('hardware', '8xH100')}, or {ON} cpu"
+    elif hardware.chip.cores is None:
+        why = f"the processors of {hardware.chip.name} are not known"
+        fix = f"write {ON} cpu, or `cores` of an NVIDIA GPU in your hardware file"
+    else:
+        why, fix = "its compiler for them is not installed", f"{INSTALL}, or write {ON} cpu"
     return UserError(
-        what,
-        why="JAX sees no GPU on this machine, and its compiler for them is not installed",
-        fix=f"{INSTALL}, or write {ON} cpu",
+        f"{ON} gpu needs a GPU, or a compiler for GPUs that are elsewhere",
+        why=f"JAX sees no GPU on this machine, and {why}",
+        fix=fix,
     )
 
 

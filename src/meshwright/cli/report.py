@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.cli.arguments import Arguments
@@ -29,15 +28,10 @@ def run(arguments: Arguments, output: Output) -> int:
     if left_out:
         output.say(f"{len(runs)} runs found; the first {MAX_RUNS} are on the page")
     page = make_page([read_run(folder) for folder in shown], left_out=left_out)
-    path = Path(arguments.flags.get("--out") or _default_path(named))
+    # By default in the run folder, or in the common parent of several.
+    inside = named[0] if len(named) == 1 else os.path.commonpath([p.absolute() for p in named])
+    path = Path(arguments.flags.get("--out") or Path(inside) / "report.html")
     write_file(path, page, fix="write --out FILE")
     listed = {"report": str(path), "runs": [str(folder) for folder in shown]}
     output.result(listed, text=str(path))
     return ExitCode.DONE
-
-
-def _default_path(named: Sequence[Path]) -> Path:
-    """Return the default path: in the run folder, or in the common parent of several."""
-    if len(named) == 1:
-        return named[0] / "report.html"
-    return Path(os.path.commonpath([path.absolute() for path in named])) / "report.html"

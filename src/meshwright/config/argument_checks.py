@@ -152,14 +152,10 @@ def check_clip_norm(norm: Any) -> None:
     if norm is None:
         return
     if not isinstance(norm, int | float | np.number):
-        raise UserError(
-            f"clip_norm={norm!r} is not valid",
-            why=f"it is of type {type(norm).__name__}",
-            fix="write clip_norm=1.0, or None for no clipping",
-        )
-    if not norm > 0:
-        raise UserError(
-            f"clip_norm={norm} would stop all learning",
-            why="gradients are scaled down to this norm",
-            fix="write clip_norm=1.0, or None for no clipping",
-        )
+        what, why = f"clip_norm={norm!r} is not valid", f"it is of type {type(norm).__name__}"
+    elif not norm > 0:
+        what = f"clip_norm={norm} would stop all learning"
+        why = "gradients are scaled down to this norm"
+    else:
+        return
+    raise UserError(what, why=why, fix="write clip_norm=1.0, or None for no clipping")

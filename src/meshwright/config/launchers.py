@@ -36,13 +36,8 @@ class Launcher:
     """A launcher, and the variables in which it describes its processes.
 
     Attributes:
-        name: what users call it.
         rank: the number of this process; if it is not set, the launcher did not start it.
-        world_size: the number of processes.
-        local_rank: the number of this process on its machine.
-        per_node: the processes on this machine.
-        nodes: the number of machines.
-        node_rank: the number of this machine.
+        per_node: the processes on this machine, of which there are so many ``nodes``.
         job: what the processes of one run share, and those of other runs do not.
         address: finds the address of process 0.
         started: whether the launcher started this process, or only an outer one, such as a script.

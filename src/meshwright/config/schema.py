@@ -430,17 +430,13 @@ class RunConfig(Frozen):
         except ValidationError:
             if not isinstance(value, str):
                 raise
+        near = re.sub(r"[^\w.-]+", "-", value.strip()).strip(".-")[:60] or "my-project"
         raise UserError(
             f"`{Setting('run.project', value)}` is not valid",
             why="it names a folder: letters, digits, underscores, dots and dashes, and does not "
             "start with a dot or a dash",
-            fix=f"write {Setting('run.project', _as_project(value))}",
+            fix=f"write {Setting('run.project', near)}",
         )
-
-
-def _as_project(text: str) -> str:
-    """Return the nearest name that a project can have."""
-    return re.sub(r"[^\w.-]+", "-", text.strip()).strip(".-")[:60] or "my-project"
 
 
 class Config(Frozen):
@@ -498,13 +494,8 @@ class Config(Frozen):
     @field_validator("compilation_cache", mode="before")
     @classmethod
     def _yes_no_or_a_folder(cls, value: Any) -> Any:
-        folder = isinstance(value, str) and value.strip().lower() not in (
-            "",
-            "yes",
-            "no",
-            "on",
-            "off",
-        )
+        words = ("", "yes", "no", "on", "off")
+        folder = isinstance(value, str) and value.strip().lower() not in words
         if value is not None and not isinstance(value, bool) and not folder:
             raise ValueError("write true, false or the path of a folder")
         return value

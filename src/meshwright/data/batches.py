@@ -131,27 +131,23 @@ def _narrow(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _other_form(name: str, form: BatchForm, expected: BatchForm) -> UserError:
-    what = f"{name} differs from the batches before it"
-    every = "the step is compiled for one structure and shape; "
     if form.tree != expected.tree:
         before, now = (", ".join(f.arrays) for f in (expected, form))
-        return UserError(
-            what,
-            why=f"before: {before}; now: {now}",
-            fix=every + "give every batch the same arrays",
+        why = f"before: {before}; now: {now}"
+        fix = "give every batch the same arrays"
+    elif form.num_samples != expected.num_samples:
+        why = f"it has {form.num_samples} samples, and the first batch had {expected.num_samples}"
+        fix = (
+            "drop a short last batch, or pad it and return mw.Weighted from the loss with a mask "
+            "that excludes the padding"
         )
-    if form.num_samples != expected.num_samples:
-        return UserError(
-            what,
-            why=f"it has {form.num_samples} samples, and the first batch had "
-            f"{expected.num_samples}",
-            fix=every + "drop a short last batch, or pad it and return mw.Weighted from the "
-            "loss with a mask that excludes the padding",
-        )
-    path = next(p for p, array in form.arrays.items() if array != expected.arrays[p])
-    (old_shape, old_type), (shape, dtype) = expected.arrays[path], form.arrays[path]
+    else:
+        path = next(p for p, array in form.arrays.items() if array != expected.arrays[p])
+        (old_shape, old_type), (shape, dtype) = expected.arrays[path], form.arrays[path]
+        why = f"`{path}` was {old_type}{list(old_shape)} and is now {dtype}{list(shape)}"
+        fix = "pad or convert every batch to them"
     return UserError(
-        what,
-        why=f"`{path}` was {old_type}{list(old_shape)} and is now {dtype}{list(shape)}",
-        fix=every + "pad or convert every batch to them",
+        f"{name} differs from the batches before it",
+        why=why,
+        fix=f"the step is compiled for one structure and shape; {fix}",
     )

@@ -117,8 +117,7 @@ class PartialEntry:
         """Save what is written so far, with what is needed to continue from here."""
         self._flush()
         noted = {"progress": dict(progress), "lengths": self.lengths}
-        text = json.dumps({**noted, "checksum": _checksum_of(noted)})
-        _write_durably(self.folder / PROGRESS, text)
+        _write_durably(self.folder / PROGRESS, noted)
 
     def commit(self, final: Path, facts: Mapping[str, Any]) -> None:
         """Make the entry complete, all at once."""
@@ -137,8 +136,7 @@ class PartialEntry:
                 for name, dtype in self._dtypes.items()
             },
         }
-        text = json.dumps({**content, "checksum": _checksum_of(content)}, indent=1)
-        _write_durably(self.folder / CONTENT, text)
+        _write_durably(self.folder / CONTENT, content)
         try:
             self.folder.rename(final)
         except OSError:
@@ -191,11 +189,11 @@ def _checksum_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """Write a file that after a crash has either its old or its new content."""
+def _write_durably(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that after a crash has either its old or its new content, and its checksum."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "w") as file:
-        file.write(text)
+        json.dump({**content, "checksum": _checksum_of(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

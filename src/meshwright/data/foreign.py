@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,13 @@ def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) ->
         refuse_text_columns(given)
         if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
             return SourceData(ColumnSource(given), seed)
-        return _stream(partial(_open_epoch, given), given, expected, samples=samples)
+        return _stream(given, expected, samples=samples)
     if hasattr(given, "as_numpy_iterator") and hasattr(given, "element_spec"):
         return _tensorflow(given, expected, samples=samples)
     if _is_torch_dataset(given):
         if hasattr(given, "__len__") and not _defines_iter(given):
             return SourceData(SampleSource(given), seed)
-        return _stream(partial(_open_epoch, given), given, expected, samples=samples)
+        return _stream(given, expected, samples=samples)
     return None
 
 
@@ -103,14 +103,8 @@ def _grain(given: Any, expected: Expected, *, samples: bool) -> Data | None:
     if isinstance(given, grain.IterDataset | grain.DatasetIterator | grain.DataLoader):
         once = isinstance(given, grain.DatasetIterator)
         again = "give the dataset instead of its iterator"
-        return _stream(
-            lambda _: given if once else iter(given),
-            given,
-            expected,
-            samples=samples,
-            once=once,
-            again=again,
-        )
+        opener = (lambda _: given) if once else (lambda _: iter(given))
+        return _stream(given, expected, opener, samples=samples, once=once, again=again)
     return None
 
 
@@ -128,15 +122,13 @@ def _grain_map(given: Any, expected: Expected, *, samples: bool) -> Data:
 def _loader(given: Any, expected: Expected) -> Data:
     size = given.batch_size
     if size is None:
-        return _stream(partial(_open_epoch, given), given, expected, samples=False)
+        return _stream(given, expected)
     if expected.batch_size not in (None, size):
         raise UserError(
             f"the DataLoader makes batches of {size}, and batch_size={expected.batch_size}",
             fix=f"write DataLoader(…, batch_size={expected.batch_size}), and leave out batch_size",
         )
-    read = _stream(
-        partial(_open_loader, given), given, replace(expected, batch_size=None), batches=True
-    )
+    read = _read(given, partial(_open_loader, given))
     read.length = _length(given)
     shuffled = type(getattr(given, "sampler", None)).__name__ == "RandomSampler"
     if shuffled and getattr(given, "generator", None) is None:
@@ -149,7 +141,7 @@ def _loader(given: Any, expected: Expected) -> Data:
 
 
 def _tensorflow(given: Any, expected: Expected, *, samples: bool) -> Data:
-    read = _stream(lambda _: iter(given.as_numpy_iterator()), given, expected, samples=samples)
+    read = _stream(given, expected, lambda _: iter(given.as_numpy_iterator()), samples=samples)
     try:
         cardinality = int(given.cardinality())
     except (AttributeError, TypeError, ValueError):
@@ -160,19 +152,15 @@ def _tensorflow(given: Any, expected: Expected, *, samples: bool) -> Data:
 
 
 def _stream(
-    opener: Any,
-    given: Any,
-    expected: Expected,
-    *,
-    samples: bool = False,
-    batches: bool = False,
-    once: bool = False,
-    again: str = READ_AGAIN,
+    given: Any, expected: Expected, opener: Any = None, *, samples: bool = False, **how: Any
 ) -> IterableData:
-    read = IterableData(
-        open=opener, name=f"the {type(given).__name__}", once=once, repeat=not once, again=again
-    )
-    return read if batches else read.with_elements(expected, samples=samples)
+    read = _read(given, opener or partial(_open_epoch, given), **how)
+    return read.with_elements(expected, samples=samples)
+
+
+def _read(given: Any, opener: Any, *, once: bool = False, again: str = READ_AGAIN) -> IterableData:
+    name = f"the {type(given).__name__}"
+    return IterableData(open=opener, name=name, once=once, repeat=not once, again=again)
 
 
 def _is_loader(given: Any) -> bool:

@@ -164,7 +164,8 @@ def _stack(name: str, values: Sequence[Any], numbers: Sequence[int]) -> NDArray[
 
 
 def _as_array(name: str, value: Any, number: int) -> NDArray[Any]:
-    array = to_numpy(value) if hasattr(value, "__array__") else _of_plain(value)
+    plain = isinstance(value, bool | int | float | complex)
+    array = to_numpy(value) if plain or hasattr(value, "__array__") else None
     if array is not None and array.dtype.kind not in "OSUTMmV":
         return array
     if array is not None and array.dtype.kind == "V" and jax.numpy.issubdtype(array.dtype, float):
@@ -178,10 +179,6 @@ def _as_array(name: str, value: Any, number: int) -> NDArray[Any]:
         why="devices compute with numbers",
         fix="turn it into integers or floats, or leave the field out",
     )
-
-
-def _of_plain(value: Any) -> NDArray[Any] | None:
-    return np.asarray(value) if isinstance(value, bool | int | float | complex) else None
 
 
 def to_numpy(value: Any) -> NDArray[Any]:

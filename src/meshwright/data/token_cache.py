@@ -140,12 +140,11 @@ class Corpus:
 
     def _corrupt(self, facts: dict[str, Any]) -> CorruptRecords:
         """Return the records that were skipped; raise for the first if that is not allowed."""
-        if not facts["skipped"]:
-            return CorruptRecords(self.on_corrupt, wrong=self.wrong)
-        number, where, why = facts["first"]
         found = CorruptRecords(self.on_corrupt, wrong=self.wrong)
-        found.add(", ".join(filter(None, [str(self.files[number]), where])), why)
-        found.count = facts["skipped"]
+        if facts["skipped"]:
+            number, where, why = facts["first"]
+            found.add(", ".join(filter(None, [str(self.files[number]), where])), why)
+            found.count = facts["skipped"]
         return found
 
 

@@ -11,7 +11,7 @@ from jax import Array
 
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.prompt_attention import PromptAttention
-from meshwright.generation.rings import Ring, find_rings, positions_in
+from meshwright.generation.rings import find_rings, positions_in
 from meshwright.generation.row_plan import WHOLE, Need, num_bytes, plan_rows, stored_order
 from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
 from meshwright.generation.traced_decoder import TracedDecoder
@@ -325,8 +325,14 @@ class _Rows:
             self._read(atom, WHOLE if inner is None else (inner, every))
             for atom, inner in zip(eqn.invars, rule.dims, strict=True)
         ]
-        if ring is not None:
-            operands = self._on_ring(eqn, number, ring, operands)
+        keys = None if ring is None else self._plan.positions.rule(eqn, number, ring[0])
+        if ring is not None and keys is not None:
+            # What depends on no token has keys of all positions.
+            at, depends = positions_in(ring[1], self._last), self._plan.positions.depends
+            operands = [
+                v if d is None or depends(atom) else jnp.take(v, at, d, mode="clip")
+                for v, atom, d in zip(operands, eqn.invars, keys.dims, strict=True)
+            ]
         if eqn.primitive.name == "dot_general" and self._cache is not None:
             key = eqn.invars[1]
             if isinstance(key, Var) and key in self._plan.kept and rule.dims[1] is None:
@@ -335,20 +341,6 @@ class _Rows:
                     return found
         rows = self._chosen(every, self._unit(eqn.outvars[number], dim))
         return rule.run(long, operands, rows)[number]
-
-    def _on_ring(
-        self, eqn: Equation, number: int, ring: Ring, operands: Sequence[Value]
-    ) -> list[Value]:
-        """Return operands with the keys of a ring, also those that depend on no token."""
-        rule = self._plan.positions.rule(eqn, number, ring[0])
-        assert rule is not None
-        at = positions_in(ring[1], self._last)
-        return [
-            value
-            if dim is None or self._plan.positions.depends(atom)
-            else jnp.take(value, at, dim, mode="clip")
-            for value, atom, dim in zip(operands, eqn.invars, rule.dims, strict=True)
-        ]
 
     def _attend(self, attention: PromptAttention) -> Value:
         """Compute attention over a whole prompt; what its operations compute is not read then."""

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.generation.mask_spans import LOW, Span, mask_spans
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.op import primitives
@@ -32,6 +31,7 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
+from meshwright.program.kernels.masks import HIDDEN, Span, mask_spans
 from meshwright.trees import is_key
 
 _ZERO_TO_ZERO = primitives(
@@ -242,7 +242,7 @@ class Positions:
             return ""
         if value.dtype != bool and bool((value > 0).all()):
             return "positive"
-        return "zero" if not value.any() else "low" if bool((value <= LOW).all()) else ""
+        return "zero" if not value.any() else "low" if bool((value <= HIDDEN).all()) else ""
 
     def _chosen(self, eqn: Equation, row: int, key: int, window: int) -> str:
         predicate, *cases = eqn.invars

@@ -111,7 +111,7 @@ class RowPlacement:
         limit, placement, remark = device_memory(self.mesh), self, ""
         structs = list(map(_struct, weights, dtypes, shardings))
         if self.mesh is not None and (need := held_bytes(structs)) > FREE_SHARE * limit:
-            structs = [self._divided(*each) for each in zip(weights, structs, strict=True)]
+            structs = list(map(self._divided, structs))
             shardings = [struct.sharding for struct in structs]
             placement, held = replace(self, gathered=False), held_bytes(structs)
             remark = (
@@ -128,11 +128,9 @@ class RowPlacement:
             placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
         return placement, placed, remark
 
-    def _divided(self, weight: Array, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Return a weight over all axes, as it is on this mesh or else over one after the other."""
+    def _divided(self, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return a weight over all axes."""
         assert self.mesh is not None
-        if _spec_on(self.mesh, weight.sharding) is not None:
-            return _struct(struct, struct.dtype, weight.sharding)
         for name, size in self.mesh.shape.items():
             if size > 1 and resolve_alias(name) != TENSOR:
                 sharding = fsdp_sharding(struct, self.mesh, name, 0)

@@ -131,7 +131,10 @@ def score_documents(
     split = replace(split, weights=weights)
     most = max(1, LOGIT_BYTES // (4 * longest * vocabulary_of(split, longest))) * placement.parts
     run, nats = jax.jit(partial(_nats, split.logits_of, placement)), 0.0
-    for size, group in _by_length(parts, longest, exact=_needs_exact(split, longest)).items():
+    exact, by_length = _needs_exact(split, longest), dict[int, list[_Window]]()
+    for part in parts:
+        by_length.setdefault(len(part[0]) if exact else longest, []).append(part)
+    for size, group in by_length.items():
         rows = min(most, -(-len(group) // placement.parts) * placement.parts)
         for start in range(0, len(group), rows):
             tokens = np.zeros((rows, size), np.int32)
@@ -154,14 +157,6 @@ def _needs_exact(model: SplitModel, length: int) -> bool:
             fix="mask later positions in the model, as a decoder does",
         )
     return bool(decoder.sees)
-
-
-def _by_length(parts: Sequence[_Window], longest: int, *, exact: bool) -> dict[int, list[_Window]]:
-    """Return windows by the length they are padded to."""
-    found: dict[int, list[_Window]] = {}
-    for part in parts:
-        found.setdefault(len(part[0]) if exact else longest, []).append(part)
-    return found
 
 
 def _nats(

@@ -215,26 +215,20 @@ def fitting_programs(
     model: SplitModel, length: int, placement: RowPlacement, vocabulary: int, rows: int
 ) -> TokenPrograms:
     """Return the programs for a number of rows, with joined weights only if those fit, too."""
-    limit = USABLE * device_memory(placement.mesh)
-    held, each = held_bytes(model.weights), 0
-
-    def left(programs: TokenPrograms) -> float:
-        nonlocal each
+    limit, held = USABLE * device_memory(placement.mesh), held_bytes(model.weights)
+    count, left, each = -(-rows // placement.parts), 0.0, 1
+    for joins in (placement.joins, False):
+        programs = token_programs(model, length, replace(placement, joins=joins), vocabulary)
         joined, cache = programs.decoder.extra_bytes
-        # Logits, their exponentials, and what is drawn from, in float32.
-        each = cache // placement.tensor + 3 * 4 * vocabulary
-        return limit - held - joined - -(-rows // placement.parts) * each
-
-    programs = token_programs(model, length, placement, vocabulary)
-    if left(programs) < 0:
-        programs = token_programs(model, length, replace(placement, joins=False), vocabulary)
-    if left(programs) >= 0:
-        return programs
-    most = int((limit - held - programs.decoder.extra_bytes[0]) // each) * placement.parts
+        # Besides the cache, logits, their exponentials and what is drawn from, in float32.
+        left, each = limit - held - joined, cache // placement.tensor + 3 * 4 * vocabulary
+        if count * each <= left:
+            return programs
+    most = int(left // each) * placement.parts
     raise UserError(
         f"{counted(rows, 'row')} of {length:,} tokens do not fit",
         why=f"of {human_bytes(limit)} of a device, weights take {human_bytes(held)}, and each of "
-        f"its {-(-rows // placement.parts):,} rows {human_bytes(each)}",
+        f"its {count:,} rows {human_bytes(each)}",
         fix=f"write {argument('batch_size', most)}"
         if most > 0
         else f"use more devices, such as {argument('mesh', 'fsdp=8')}, or half precision",

@@ -237,15 +237,10 @@ def _alike(one: Equation, other: Equation, names: Mapping[Var, Var]) -> bool:
 
 
 def _same_atom(one: Atom, other: Atom, names: Mapping[Var, Var]) -> bool:
-    if isinstance(one, Literal) and isinstance(other, Literal):
-        return bool(np.array_equal(one.val, other.val, equal_nan=_is_float(one)))
     if isinstance(one, Literal) or isinstance(other, Literal):
-        return False
+        literals = [np.asarray(a.val) for a in (one, other) if isinstance(a, Literal)]
+        return len({(value.shape, value.tobytes()) for value in literals}) == 3 - len(literals)
     return one not in names or names[one] is other
-
-
-def _is_float(literal: Literal) -> bool:
-    return np.issubdtype(np.asarray(literal.val).dtype, np.inexact)
 
 
 def _same_param(one: Any, other: Any) -> bool:

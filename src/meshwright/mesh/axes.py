@@ -16,16 +16,13 @@ from meshwright.text.units import counted
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis.
+    """A mesh axis, by its name in settings, meshes and plans.
 
     Attributes:
-        name: its name in settings, meshes and plans.
         aliases: other names that are accepted; the first is the one `DistributedConfig` writes.
         place: its place in a mesh, from 0, the outermost, which gets the slowest links. The more
             an axis sends, the further inside it is.
-        kind: the kind of parallelism, in words.
         does: what it does, in words that follow ``fsdp=4``.
-        sends: what is sent over it, in words.
         splits_batch: whether its devices train on different samples.
         shards_model: whether its devices hold different parts of the model.
         remedy: what to try if devices wait too long for it; written when it is needed, as its

@@ -36,11 +36,7 @@ class ResidualBlock(nnx.Module):
 class ConvNet(nnx.Module):
     """Stem, one residual block per stage, global mean, linear head.
 
-    Args:
-        channels_in: channels of the images.
-        channels: channels of each stage; every stage after the first halves the resolution.
-        num_classes: outputs.
-        rngs: stream ``params``.
+    Every stage has its channels, and after the first it halves the resolution.
     """
 
     def __init__(

@@ -11,12 +11,7 @@ from jax import Array
 
 
 class MLP(nnx.Module):
-    """Linear layers from ``widths[0]`` inputs to ``widths[-1]`` outputs.
-
-    Args:
-        widths: sizes of the input, of every hidden layer, and of the output.
-        rngs: stream ``params``.
-    """
+    """Linear layers of these widths: of the input, of every hidden layer, and of the output."""
 
     def __init__(self, *, widths: Sequence[int] = (784, 512, 512, 256, 10), rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(i, o, rngs=rngs) for i, o in pairwise(widths)])

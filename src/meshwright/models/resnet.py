@@ -68,13 +68,10 @@ class ResNet(nnx.Module):
     """Stem, bottleneck blocks at four resolutions, global mean, linear head.
 
     Args:
-        channels_in: channels of the images.
         depths: blocks at each resolution; every resolution after the first is half the one before.
         width: channels of the stem, and of the first blocks inside; doubled with each resolution.
-        num_classes: outputs.
         zero_init_last: start the scale of each block's last norm at zero, so that every block is
             the identity at first. This trains better in large batches.
-        rngs: stream ``params``.
     """
 
     def __init__(

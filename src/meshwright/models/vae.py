@@ -53,13 +53,8 @@ class Decoder(nnx.Module):
 class VAE(nnx.Module):
     """Encode, sample z = mean + exp(logvar/2)·ε with ε ~ N(0, 1), decode.
 
-    ``model.eval()`` decodes the mean instead of a sample.
-
-    Args:
-        input_size: P, pixels of one input.
-        hidden_size: width of the layer on either side of the code.
-        latent_size: Z, size of the code.
-        rngs: streams ``params`` and ``noise``; the latter is drawn from in every call.
+    ``model.eval()`` decodes the mean instead of a sample. An input has P pixels and its code Z
+    numbers; every call draws from the stream ``noise``.
     """
 
     def __init__(

@@ -64,17 +64,11 @@ class ViT(nnx.Module):
     """Patches, learned positions, transformer encoder, linear head.
 
     The head reads the mean over patches or, in the published form, a class token that attends to
-    them.
+    them. Images are as high as wide, and `patch_size` divides that.
 
     Args:
-        image_size: height and width of the images, divisible by `patch_size`.
-        patch_size: height and width of a patch.
-        channels_in: channels of the images.
-        num_blocks: transformer blocks.
         hidden_size: D, width of the residual stream.
-        num_heads: attention heads.
         mlp_size: hidden width of the MLP in a block; None for 4·D.
-        num_classes: outputs.
         class_token: put a learned token before the patches, and classify by it.
         norm_epsilon: added to the variance by every norm.
         exact_gelu: use the exact GELU instead of its tanh approximation.

@@ -166,7 +166,9 @@ def leave_peers(why: str = "") -> None:
 
 def leave_at_exit() -> None:
     """Say goodbye; after an exception, end without JAX, which would wait for the others."""
-    why = _last_words()
+    # The exception that ends the interpreter, if one does.
+    error = getattr(sys, "last_value", None)
+    why = "" if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     leave_peers(why)
     if why:
         sys.stdout.flush()
@@ -208,9 +210,3 @@ def _tell(lost: Lost) -> None:
         with suppress(OSError):
             text = f"error: {error.what}\n  {error.why}\n  {error.fix}\n"
             os.write(2, text.encode(errors="replace"))
-
-
-def _last_words() -> str:
-    """Return the exception that ends the interpreter; empty if none does."""
-    error = getattr(sys, "last_value", None)
-    return "" if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -157,8 +157,13 @@ class _Host:
                     self._read(key.fileobj)
             if time.monotonic() > notice:
                 notice = float("inf")
-                self._meeting.notify(_waiting(self._me.count, self._joined(), self._meeting.noun))
+                self._meeting.notify(self._waiting())
         return self._joined()
+
+    def _waiting(self) -> str:
+        joined, count, noun = self._joined(), self._me.count, self._meeting.noun
+        absent = numbered(noun, [number for number in range(count) if number not in joined])
+        return f"waiting for {absent}: {len(joined)} of {count} {_plural(noun)} have joined"
 
     def tell_all(self, message: dict[str, Any]) -> None:
         """Send a message to all and close the connections."""
@@ -341,11 +346,6 @@ def _remote_error(message: dict[str, Any]) -> MeshwrightError:
 
 def _plural(noun: Noun) -> str:
     return "processes" if noun == "process" else f"{noun}s"
-
-
-def _waiting(count: int, joined: list[int], noun: Noun) -> str:
-    absent = numbered(noun, [number for number in range(count) if number not in joined])
-    return f"waiting for {absent}: {len(joined)} of {count} {_plural(noun)} have joined"
 
 
 def _missing(count: int, joined: list[int], meeting: Meeting) -> MissingMembers:

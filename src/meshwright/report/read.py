@@ -139,7 +139,8 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
     curves: dict[tuple[str, str], Points] = {}
     for (split, step), values in read_metrics(path).items():
         for name, value in values.items():
-            if _is_value(value):
+            # Null is a number that was not finite; it becomes a gap in the curve.
+            if isinstance(value, int | float | None) and not isinstance(value, bool):
                 curves.setdefault((split, name), []).append((step, value))
     return [
         {"split": split, "metric": name, "count": len(points), "points": downsample(points)}
@@ -202,11 +203,6 @@ def _failure(events: list[dict[str, Any]], facts: dict[str, Any]) -> str | None:
     if started is not None and isinstance(stopped, int | float) and started > stopped:
         return None
     return str(last.get("message", "failed"))
-
-
-def _is_value(value: Any) -> bool:
-    # Null is a number that was not finite; it becomes a gap in the curve.
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _config(folder: Path) -> list[dict[str, Any]]:

@@ -128,20 +128,20 @@ def _live_line(console: Console) -> AbstractContextManager[object]:
 def _still_lines() -> Generator[None]:
     """Report that a long activity continues, so that a log does not look dead."""
     done = threading.Event()
-    thread = threading.Thread(target=_say_still, args=(done.wait,), daemon=True)
+
+    def say_still() -> None:
+        seconds = STILL_SECONDS
+        while not done.wait(seconds):
+            _print(f"{current_activity()} so far")
+            seconds *= 2
+
+    thread = threading.Thread(target=say_still, daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
-
-
-def _say_still(wait: Callable[[float], bool]) -> None:
-    seconds = STILL_SECONDS
-    while not wait(seconds):
-        _print(f"{current_activity()} so far")
-        seconds *= 2
 
 
 def _print(line: str) -> None:

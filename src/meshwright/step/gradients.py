@@ -77,11 +77,8 @@ def accumulate_gradients(
     the state and the ``written`` parameters of the one before.
     """
     kept = (list(model_state), {n: params[n] for n in written})
-    ((model_state, new), sums), (objectives, metrics) = _accumulate(
-        function, params, kept, list(microbatches), scale, constrain
-    )
-    params = replaced(params, new)
-    return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)
+    found = _accumulate(function, params, kept, list(microbatches), scale, constrain)
+    return _finished(params, found, scale)
 
 
 def accumulate_locally(
@@ -129,7 +126,11 @@ def accumulate_locally(
 
     groups = [a.reshape(a.shape[0] // every, every, *a.shape[1:]) for a in microbatches]
     start = ((list(model_state), {n: params[n] for n in written}), zeros_for_sums(params))
-    ((model_state, new), sums), (objectives, metrics) = _loop(next_group, start, groups)
+    return _finished(params, _loop(next_group, start, groups), scale)
+
+
+def _finished(params: Sequence[Any], found: Any, scale: Array | None) -> Gradients:
+    ((model_state, new), sums), (objectives, metrics) = found
     params = replaced(params, new)
     return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)
 

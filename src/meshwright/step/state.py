@@ -89,13 +89,11 @@ def all_finite(tree: object) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything one step reads and writes.
+    """Everything one step reads and writes; ``step`` counts those that are done.
 
     Attributes:
         params: trained leaves, in the layout's order.
         model_state: the model's other leaves: statistics, counters, random streams.
-        optimizer: leaves of the optimizer state.
-        step: steps done.
         loss_scale: loss scaling of fp16; None otherwise.
         halted: whether a step was not finite, so that none changes anything until the host has
             dealt with it; None if every step is applied. It is not saved.

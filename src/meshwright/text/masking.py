@@ -85,13 +85,9 @@ def mask_words(words: Sequence[str]) -> list[str]:
     shown: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         flag = before.startswith("--") and "=" not in before and is_secret_name(before)
-        shown.append(HIDDEN if flag and not word.startswith("--") else _mask_word(word))
+        masked = ",".join(map(_mask_whole_value, mask_text(word).split(",")))
+        shown.append(HIDDEN if flag and not word.startswith("--") else masked)
     return shown
-
-
-def _mask_word(word: str) -> str:
-    """Return one word of a command line without its secrets, whatever characters they have."""
-    return ",".join(map(_mask_whole_value, mask_text(word).split(",")))
 
 
 def _mask_whole_value(part: str) -> str:

@@ -45,19 +45,15 @@ class CallbackContext:
         It is made when it is asked for, and holds the arrays of the run: the next step reuses
         their memory, so take a `snapshot` of what has to outlive the call.
         """
-        return self._assembled.model(self._current)
+        return self._assembled.model(self.state)
 
     def snapshot(self) -> Any:
         """Return the model with arrays of its own, sharded like the run's, which stay alive."""
-        return self._assembled.snapshot(self._current)
+        return self._assembled.snapshot(self.state)
 
     @property
     def state(self) -> TrainState:
         """The training state after `step` steps, whose arrays the next step reuses."""
-        return self._current
-
-    @property
-    def _current(self) -> TrainState:
         if self._state is None:
             raise RuntimeError("the model can be read during training only")
         return self._state

@@ -51,24 +51,17 @@ def read_config(config: Config, run_dir: str | Path | None) -> tuple[dict[str, A
 
 
 def _trainer_arguments(config: Config, recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    model, training = config.model, config.training
+    same = (
+        (recipe, ("loss", "eval_loss", "optimizer", "clip_norm", "ema_decay")),
+        (config.model, ("weights", "init_from", "init_patterns")),
+        (config.training, ("eval_ema", "on_nonfinite", "max_skipped", "max_rewinds")),
+    )
     return {
+        **{name: getattr(given, name) for given, names in same for name in names},
         "model": model_builder(config),
-        "loss": recipe.loss,
-        "eval_loss": recipe.eval_loss,
-        "optimizer": recipe.optimizer,
         "mesh": plan,
-        "clip_norm": recipe.clip_norm,
-        "trainable": training.trainable or nnx.Param,
+        "trainable": config.training.trainable or nnx.Param,
         "lora": config.lora,
-        "ema_decay": recipe.ema_decay,
-        "eval_ema": training.eval_ema,
-        "weights": model.weights,
-        "init_from": model.init_from,
-        "init_patterns": model.init_patterns,
-        "on_nonfinite": training.on_nonfinite,
-        "max_skipped": training.max_skipped,
-        "max_rewinds": training.max_rewinds,
         "seed": config.run.seed,
         "log_every": config.tracking.log_every,
         "run_name": config.run.name,

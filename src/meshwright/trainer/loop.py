@@ -141,7 +141,9 @@ class Loop:
                 self._log(*to_log, progress)
                 to_log = None
             if done == first:
-                self._prepare_evaluation()
+                if self.evaluator is not None and self.evaluate_ahead:
+                    with self.heartbeat.during(Doing.COMPILING):
+                        self.evaluator.compile_ahead()
                 # Logged alone: its time includes one-time work, such as filling caches.
                 self._log(done, self._with_rate(metrics, state), progress)
             elif done % self.log_every == 0:
@@ -165,11 +167,6 @@ class Loop:
         # Whatever computes on the devices of the mesh may have to wait for the step.
         with self.heartbeat.during(Doing.WAITING):
             return metrics | self.rate.of_state(state)
-
-    def _prepare_evaluation(self) -> None:
-        if self.evaluator is not None and self.evaluate_ahead:
-            with self.heartbeat.during(Doing.COMPILING):
-                self.evaluator.compile_ahead()
 
     def _agreed_stop(self) -> Stop | None:
         with self.heartbeat.during(Doing.WAITING):
@@ -228,16 +225,13 @@ class Loop:
             self._save(state, progress)
         sampling = self.sample_every is not None and step % self.sample_every == 0
         if sampling:
-            self._sample(state, step)
+            with self.heartbeat.during(Doing.EVALUATING):
+                sample = self.sample(state)
+            if sample is not None:
+                self.log.tracker.event("sample", step, sample.text, sample.details)
         if evaluating or saving or sampling:
             self.meter.exclude(time.perf_counter() - started)
         return evaluating
-
-    def _sample(self, state: TrainState, step: int) -> None:
-        with self.heartbeat.during(Doing.EVALUATING):
-            sample = self.sample(state)
-        if sample is not None:
-            self.log.tracker.event("sample", step, sample.text, sample.details)
 
     def _evaluates(self, step: int) -> bool:
         return self.eval_every is not None and step % self.eval_every == 0

@@ -44,12 +44,10 @@ NONE_ASKED = Stop(StopReason.ALL_STEPS, "no steps were asked for")
 def out_of_batches(done: int, steps: int | None, seconds: float | None) -> Stop:
     """Return the stop of a run whose data ended before its last step or its time limit."""
     if steps is not None:
-        text = f"the batches ran out after {done} of {steps} steps"
-    elif seconds is not None:
-        text = f"the batches ran out after {done} steps, before {seconds:g} s had passed"
+        when = f"{done} of {steps} steps"
     else:
-        text = f"the batches ran out after {done} steps"
-    return Stop(StopReason.OUT_OF_BATCHES, text)
+        when = f"{done} steps" + ("" if seconds is None else f", before {seconds:g} s had passed")
+    return Stop(StopReason.OUT_OF_BATCHES, f"the batches ran out after {when}")
 
 
 @dataclass

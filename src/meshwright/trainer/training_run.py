@@ -121,7 +121,7 @@ class TrainingRun:
             *repeated_samples(self._plan.batch.global_batch_size, self._data.num_samples),
             *filter(None, [self._data.order if kept else ""]),
             *self._assembled.traced.wrong_indices(batch),
-            *_check_sharding(asked, self._assembled),
+            *(over_sharded(self._assembled) if asked.recipe else ()),
             *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
             *filter(None, [self._rollouts.rewards.note if self._rollouts else ""]),
@@ -429,12 +429,6 @@ def _make_rollouts(
     for prompts in filter(None, (asked.data.prompts, asked.eval_data)):
         rollouts.check(prompts)
     return rollouts
-
-
-def _check_sharding(asked: FitSettings, assembled: Assembled) -> list[str]:
-    return (
-        over_sharded(assembled.plan, assembled.model_leaves.num_parameters) if asked.recipe else []
-    )
 
 
 def _make_profiling(

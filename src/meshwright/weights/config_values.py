@@ -100,7 +100,8 @@ def complete(
     values = {key: config.get(key, rule.default) for key, rule in keys.items()}
     for key in keys.keys() & config.keys():
         rule, value = keys[key], config[key]
-        if rule.only and not any(_same(value, allowed) for allowed in rule.only):
+        # Equal values of another type are others, since true is not 1.
+        if rule.only and (type(value), value) not in [(type(each), each) for each in rule.only]:
             raise UserError(
                 f"this {architecture} is not supported",
                 why=f"its config.json says {key}={value}; supported: "
@@ -109,11 +110,6 @@ def complete(
         if rule.rule and not (value is None and rule.null):
             check_value(key, value, rule.rule)
     return values
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Whether two values are equal and of one type, since true is not 1."""
-    return type(value) is type(other) and value == other
 
 
 def check_value(key: str, value: Any, rule: str) -> None:

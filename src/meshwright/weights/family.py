@@ -54,18 +54,14 @@ class Family:
     Attributes:
         kind: the model's kind in Meshwright.
         architecture: what its config.json says, and what exports are called.
-        model_type: the other name in its config.json.
         rows: which array of the model is in which tensor.
         keys: what the keys of config.json mean; those of `WITHOUT_EFFECT` may be there too.
         arguments: from config.json, completed by defaults, to the arguments that no key holds.
         config: from the arguments of the model, and the config.json that its weights came with if
             any, to the other values of config.json.
         aliases: other names of keys, which transformers prefers to their own.
-        outer: keys of a config.json that has the text model's inside, under ``text_config``.
-        outer_type: the other name in such a config.json.
-        other_architectures: further architectures whose weights are read.
-        spellings: patterns of names that are spelled differently in some files, and what the rows
-            call them.
+        outer: keys of a config.json of ``outer_type``, with the text model's in ``text_config``.
+        spellings: patterns of names that some files spell differently, and what the rows call them.
         ignored: patterns of names without values that the model needs.
         skipped: patterns of names of a part that is left out, and what it is called.
         free: arguments that may differ from the folder's.

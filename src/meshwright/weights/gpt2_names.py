@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from meshwright.errors import UserError
@@ -43,16 +44,9 @@ _ALIASES = {
 }
 
 
-def _columns(part: int) -> View:
-    return View("d (3 e) -> d e", part)
-
-
-def _entries(part: int) -> View:
-    return View("(3 e) -> e", part)
-
-
 _FUSED, _FUSED_BIAS = View("d (k h c) -> d k h c"), View("(k h c) -> k h c")
 _LAYER = "transformer.h.{n}."
+_OURS, _QKV = "blocks.{n}.attention", _LAYER + "attn.c_attn"
 
 ROWS = (
     TensorRow("vocabulary.tokens.embedding", "transformer.wte.weight", MATRIX),
@@ -60,10 +54,11 @@ ROWS = (
     *norm_rows("vocabulary.norm", "transformer.ln_f"),
     TensorRow("vocabulary.head.kernel", "lm_head.weight", TRANSPOSED),
     *norm_rows("blocks.{n}.attention_norm", _LAYER + "ln_1"),
-    *layer_rows("blocks.{n}.attention.query", _LAYER + "attn.c_attn", _columns(0), _entries(0)),
-    *layer_rows("blocks.{n}.attention.key", _LAYER + "attn.c_attn", _columns(1), _entries(1)),
-    *layer_rows("blocks.{n}.attention.value", _LAYER + "attn.c_attn", _columns(2), _entries(2)),
-    *layer_rows("blocks.{n}.attention.qkv", _LAYER + "attn.c_attn", _FUSED, _FUSED_BIAS),
+    *chain.from_iterable(
+        layer_rows(f"{_OURS}.{name}", _QKV, View("d (3 e) -> d e", n), View("(3 e) -> e", n))
+        for n, name in enumerate(("query", "key", "value"))
+    ),
+    *layer_rows(f"{_OURS}.qkv", _QKV, _FUSED, _FUSED_BIAS),
     *layer_rows("blocks.{n}.attention.out", _LAYER + "attn.c_proj", MATRIX),
     *norm_rows("blocks.{n}.mlp_norm", _LAYER + "ln_2"),
     *layer_rows("blocks.{n}.mlp.up", _LAYER + "mlp.c_fc", MATRIX),

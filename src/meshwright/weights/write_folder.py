@@ -66,7 +66,10 @@ def write_folder(source: Source, target: Path, dtype: str | None = None) -> Expo
     """
     check_target(target)
     kept = json.loads(source.kept.get(CONFIG, "{}"))
-    dtype = _check_dtype(dtype or str(kept.get("torch_dtype", "float32")))
+    dtype = dtype or str(kept.get("torch_dtype", "float32"))
+    if dtype not in DTYPE_NAMES:
+        why = f"known: {', '.join(DTYPE_NAMES)}"
+        raise UserError(f"{dtype} is not a number format for weights", why=why)
     config = published_config(source.kind, source.arguments, kept) | {"torch_dtype": dtype}
     config |= {} if kept else token_ids(source.kept)
     arguments = with_defaults(source.kind, source.arguments)
@@ -103,30 +106,17 @@ def reading_order(source: Source) -> list[str]:
 
 def check_target(target: Path) -> None:
     """Refuse a folder that exists already."""
+    file = next((each for each in target.absolute().parents if each.is_file()), None)
+    if file is not None:
+        why, fix = f"{file} is a file", "name a folder elsewhere"
+        raise UserError(f"cannot write {target}", why=why, fix=fix)
     if target.is_dir() and any(target.iterdir()):
         why = f"it holds {listed(sorted(path.name for path in target.iterdir()))}"
     elif target.exists() and not target.is_dir():
         why = "it is a file"
     else:
-        _check_parents(target)
         return
     raise UserError(f"{target} exists already", why=why, fix="name a new folder")
-
-
-def _check_parents(target: Path) -> None:
-    file = next((each for each in target.absolute().parents if each.is_file()), None)
-    if file is not None:
-        raise UserError(
-            f"cannot write {target}", why=f"{file} is a file", fix="name a folder elsewhere"
-        )
-
-
-def _check_dtype(dtype: str) -> str:
-    if dtype in DTYPE_NAMES:
-        return dtype
-    raise UserError(
-        f"{dtype} is not a number format for weights", why=f"known: {', '.join(DTYPE_NAMES)}"
-    )
 
 
 def _place_all(architecture: Architecture, source: Source) -> dict[str, TensorRow]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,6 +45,9 @@ class Rows:
         return self if size == 1 else Rows(self.start // size, max(1, self.count // size))
 
 
+Run = Callable[[Equation, Sequence[Value], Rows], list[Value]]
+
+
 @dataclass(frozen=True)
 class RowRule:
     """How rows of a result are computed.
@@ -57,7 +60,7 @@ class RowRule:
     """
 
     dims: tuple[int | None, ...]
-    run: Callable[[Equation, Sequence[Value], Rows], list[Value]]
+    run: Run
     whole: bool = False
     chunked: bool = False
 
@@ -109,6 +112,16 @@ def _resized(shape: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
     return (*shape[:dim], count, *shape[dim + 1 :])
 
 
+def _resizing(param: str, dim: int) -> Run:
+    """Run an operation with as many rows as there are, where a parameter says how many."""
+
+    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
+        sizes = _resized(eqn.params[param], dim, rows.count)
+        return bind(eqn.replace(params={**eqn.params, param: sizes}), operands)
+
+    return run
+
+
 def _whole(eqn: Equation) -> RowRule:
     return RowRule((None,) * len(eqn.invars), _bound, whole=True)
 
@@ -118,12 +131,7 @@ def _broadcast(eqn: Equation, result: int, dim: int) -> RowRule | None:
     inner = placed.index(dim) if dim in placed else None
     if inner is not None and _in(eqn)[inner] == 1 and _out(eqn)[dim] != 1:
         inner = None
-
-    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
-        shape = _resized(_out(eqn), dim, rows.count)
-        return [jax.lax.broadcast_in_dim(operands[0], shape, placed)]
-
-    return RowRule((inner,), run)
+    return RowRule((inner,), _resizing("shape", dim))
 
 
 def _reshape(eqn: Equation, result: int, dim: int) -> RowRule | None:
@@ -134,7 +142,7 @@ def _reshape(eqn: Equation, result: int, dim: int) -> RowRule | None:
     ]
     if not inner or eqn.params.get("dimensions") is not None:
         return None
-    return _reshaped(dim, inner[0])
+    return RowRule((inner[0],), _resizing("new_sizes", dim))
 
 
 def _rechunked(eqn: Equation, dim: int, chunk: int) -> RowRule | None:
@@ -146,15 +154,8 @@ def _rechunked(eqn: Equation, dim: int, chunk: int) -> RowRule | None:
         divides = shape[inner] == out[dim] * chunk and out[dim + 1 : dim + 2] == (chunk,)
         joins = out[dim] == shape[inner] * chunk and shape[inner + 1 : inner + 2] == (chunk,)
         if divides or joins:
-            return replace(_reshaped(dim, inner), chunked=True)
+            return RowRule((inner,), _resizing("new_sizes", dim), chunked=True)
     return None
-
-
-def _reshaped(dim: int, inner: int) -> RowRule:
-    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
-        return [operands[0].reshape(_resized(_out(eqn), dim, rows.count))]
-
-    return RowRule((inner,), run)
 
 
 def _dim_left(eqn: Equation, dropped: Sequence[int], dim: int) -> int:
@@ -212,23 +213,14 @@ def _slice(eqn: Equation, result: int, dim: int) -> RowRule | None:
     strides = eqn.params["strides"] or (1,) * len(starts)
     if (starts[dim], limits[dim], strides[dim]) != (0, _in(eqn)[dim], 1):
         return _whole(eqn) if strides[dim] == 1 else None
-
-    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
-        limits = _resized(eqn.params["limit_indices"], dim, rows.count)
-        return [jax.lax.slice(operands[0], starts, limits, strides)]
-
-    return RowRule((dim,), run)
+    return RowRule((dim,), _resizing("limit_indices", dim))
 
 
 def _dynamic_slice(eqn: Equation, result: int, dim: int) -> RowRule | None:
     if eqn.params["slice_sizes"][dim] != _in(eqn)[dim]:
         return None
-
-    def run(eqn: Equation, operands: Sequence[Value], rows: Rows) -> list[Value]:
-        sizes = _resized(eqn.params["slice_sizes"], dim, rows.count)
-        return [jax.lax.dynamic_slice(operands[0], operands[1:], sizes)]
-
-    return RowRule((dim, *[None] * (len(eqn.invars) - 1)), run)
+    others = [None] * (len(eqn.invars) - 1)
+    return RowRule((dim, *others), _resizing("slice_sizes", dim))
 
 
 def _iota(eqn: Equation, result: int, dim: int) -> RowRule | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from meshwright.program.kernels.surroundings import Scope
 
 HIDDEN = -1e4
 """Scores below this count as hidden: their exponential is zero."""
+FAR = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,22 @@ class Allowed:
         return ", ".join(parts)
 
 
+class Span(NamedTuple):
+    """How many positions before their queries keys are, at least and at most."""
+
+    least: int
+    most: int
+
+    def excludes(self, window: int) -> bool:
+        """Whether it has no later keys; with a window, none that are so much earlier."""
+        return self.most < window if window else self.least >= 0
+
+
 MaskKind = Literal["allowed", "hidden", "added"]
 """What a mask is: true where a query may attend, true where it may not, or added to the scores."""
 
 _known: dict[Hashable, Allowed | None] = {}
+_spans: dict[Hashable, list[Span]] = {}
 
 _Dim = TypeVar("_Dim")
 
@@ -139,6 +152,25 @@ def program_key(program: ClosedJaxpr) -> Hashable:
     consts = [np.asarray(const) for const in program.consts]
     values = ((c.shape, str(c.dtype), hashlib.sha256(c.tobytes()).digest()) for c in consts)
     return str(program), tuple(values)
+
+
+def mask_spans(program: ClosedJaxpr, query: int, key: int) -> list[Span]:
+    """Return where the value of a program is not zero, where it is zero, and where not hidden."""
+
+    def facts() -> list[tuple[Any, Any]]:
+        (value,) = Evaluator().run(program, [])
+        at, of = (jax.lax.broadcasted_iota(jnp.int32, value.shape, dim) for dim in (query, key))
+        kinds = value != 0, value == 0, value == value if value.dtype == bool else value > HIDDEN
+        return [
+            (jnp.where(kind, at - of, FAR).min(), jnp.where(kind, at - of, -FAR).max())
+            for kind in kinds
+        ]
+
+    name = program_key(program), query, key
+    if name not in _spans:
+        with jax.ensure_compile_time_eval():
+            _spans[name] = [Span(int(a), int(b)) for a, b in jax.jit(facts)()]
+    return _spans[name]
 
 
 def _evaluate(

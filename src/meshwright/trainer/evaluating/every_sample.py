@@ -49,7 +49,10 @@ class EverySample:
         self._unsharded = NamedSharding(assembled.mesh, PartitionSpec())
         # Pipeline stages work on several microbatches at a time.
         self._max_microbatches = plan.num_microbatches if plan.size("pipe") > 1 else 1
-        self._check(predicting=in_order)
+        if not self.data.any_batch_size and self.data.first_batch(1) is None:
+            raise no_data()
+        if self.data.endless and self._limit is None:
+            raise _endless(self.data, predicting=in_order)
         self.num_samples = self._count_samples()
 
     def note(self) -> str:
@@ -124,12 +127,6 @@ class EverySample:
             return available
         limit = self._limit * self._plan.batch.global_batch_size
         return limit if available is None else min(limit, available)
-
-    def _check(self, *, predicting: bool) -> None:
-        if not self.data.any_batch_size and self.data.first_batch(1) is None:
-            raise no_data()
-        if self.data.endless and self._limit is None:
-            raise _endless(self.data, predicting=predicting)
 
     def _full_batches(self, count: int) -> Iterator[PlacedBatch]:
         rows = local_rows(self._sharding, self._size)

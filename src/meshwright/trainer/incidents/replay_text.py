@@ -31,18 +31,15 @@ class Replay:
     """The result of rerunning a step.
 
     Attributes:
-        folder: the folder of the record.
         step: the step, from 1.
         batch: the number of its batch, from 0.
         loss: the loss that was recorded, and that of the replay.
         grad_norm: the gradient norm that was recorded, and that of the replay.
         same_bits: whether the loss is the same bit for bit.
         reproduced: whether it is not finite again.
-        where: what it ran on.
         bad_arrays: the arrays of the batch that are not finite.
         indices: the indices of the batch that are out of range, as sentences.
         origin: where values stop being finite; None if no single equation could be found.
-        responsible: the samples that it comes from.
         numbered: whether samples are numbered as the data have them, or by their row in the batch.
     """
 

@@ -12,16 +12,15 @@ def check_rewinding(on_nonfinite: str, asked: FitSettings) -> None:
     """Refuse to rewind where nothing is saved."""
     if on_nonfinite != "rewind" or asked.saves:
         return
-    without_folder = asked.run_dir is None
+    if asked.run_dir is None:
+        why, fix = "the run has no folder", f"write {Setting('hydra.run.dir', ANY)}"
+    else:
+        why, skip = Setting("checkpoint.enabled", False), Setting("training.on_nonfinite", "skip")
+        fix = f"write {Setting('checkpoint.enabled', True)}, or {skip}"
     raise UserError(
         f"{Setting('training.on_nonfinite', 'rewind')} needs checkpoints to go back to",
-        why="the run has no folder"
-        if without_folder
-        else f"{Setting('checkpoint.enabled', False)}",
-        fix=f"write {Setting('hydra.run.dir', ANY)}"
-        if without_folder
-        else f"write {Setting('checkpoint.enabled', True)}, or "
-        f"{Setting('training.on_nonfinite', 'skip')}",
+        why=str(why),
+        fix=fix,
     )
 
 

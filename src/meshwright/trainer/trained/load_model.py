@@ -115,7 +115,8 @@ def read_leaves(
     """
     groups = read_groups(folder, ("params", "state"), step=step, ema=ema)
     saved = {path: array for group in groups.values() for path, array in group.items()}
-    need = {leaf.path: _stored_shape(leaf) for leaf in leaves}
+    # On disk, random keys are words.
+    need = {leaf.path: tuple(jax.eval_shape(key_data, leaf.struct).shape) for leaf in leaves}
     base = find_base(folder)
     if base is not None:
         saved |= base.read()
@@ -207,11 +208,6 @@ def _refuse_foreign_code(kind: str, run: Path) -> None:
         why="code that a checkpoint names is never imported automatically",
         fix=f"pass the model: mw.load_model(run, model={name}), or write `import {module}` first",
     )
-
-
-def _stored_shape(leaf: Leaf) -> tuple[int, ...]:
-    """Return the shape of a leaf on disk, where random keys are words."""
-    return tuple(jax.eval_shape(key_data, leaf.struct).shape)
 
 
 def _read(array: Any, leaf: Leaf) -> Any:
