@@ -62,11 +62,6 @@ class ChatRow:
     mask: NDArray[np.bool_]
     joined: bool = False
 
-    @property
-    def teaches(self) -> bool:
-        """Whether there is anything to learn; nothing comes before the first token."""
-        return bool(self.mask[1:].any())
-
 
 @dataclass(frozen=True)
 class ChatEncoder:
