@@ -41,6 +41,7 @@ from meshwright.program.jaxpr.equations import (
     structs_of,
 )
 from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.trace.normalize import normalize
 
 _MARKS = {f"meshwright.{name}": name for name in ("segments", "positions", "tokens", "logits")}
@@ -71,7 +72,7 @@ def keep_apart(model: Callable[..., Any], tokens: Any, *, segment_ids: Any, posi
 
 def apart(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program in which documents are apart where `keep_apart` asks for it."""
-    if not any(_mark(eqn) for eqn in closed.jaxpr.eqns):
+    if not _has_marks(closed):
         return closed
     run = lambda *args: _Apart(closed).run(closed, args)  # noqa: E731
     return normalize(jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars)))
@@ -93,16 +94,10 @@ def accepted_names(model: Callable[..., Any], names: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Fact:
-    """What is known of a value.
+    """What is known of a value: the dims it ``varies`` along, and which are rows and positions.
 
-    Attributes:
-        varies: the dims along which its elements may differ.
-        dims: by dim, whether it is that of rows or one of positions; empty if it depends on no
-            token.
-        hidden: what it is for pairs of different documents: ``low``, ``zero``, or anything.
-        mixed: the operation that mixes documents in it.
-        random: whether it is drawn at random.
-        value: computes it, if it is constant.
+    Values that depend on no token have no ``dims``. Of pairs of different documents it may be
+    ``hidden`` (low or zero), and some operation may have ``mixed`` them.
     """
 
     varies: frozenset[int] = frozenset()
@@ -149,11 +144,11 @@ class _Apart(Evaluator):
             return self._marked(eqn, mark, operands)
         facts, name = [self._fact(a) for a in eqn.invars], eqn.primitive.name
         mixed = next((fact.mixed for fact in facts if fact.mixed), "")
+        if not mixed and (name in REMATS or name in CALLS):
+            return self._enter(eqn, facts, lambda: enter(eqn, env))
         if not mixed and any(fact.dims for fact in facts):
             if name == "scan":
                 return self._scan(eqn, env, facts)
-            if name in REMATS or name in CALLS:
-                return self._enter(eqn, facts, lambda: enter(eqn, env))
             if name.startswith("custom_"):
                 return self._custom(eqn, env, facts)
             return self._plain(eqn, env, facts)
@@ -266,6 +261,11 @@ class _Apart(Evaluator):
 def _mark(eqn: Equation) -> str:
     name = eqn.params["name"] if eqn.primitive.name == "name" else None
     return _MARKS.get(name, "")
+
+
+def _has_marks(closed: ClosedJaxpr) -> bool:
+    each = ((eqn, called_programs(eqn)) for eqn in closed.jaxpr.eqns)
+    return any(_mark(eqn) or any(_has_marks(p) for p, _ in inner) for eqn, inner in each)
 
 
 def _where(eqn: Equation) -> str:

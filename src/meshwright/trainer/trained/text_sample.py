@@ -27,13 +27,7 @@ ANSWERED_ROWS = 4
 
 
 class TextSample(NamedTuple):
-    """A held-out text as the model continues it.
-
-    Attributes:
-        text: the text.
-        grade: how good it is, if it can be said.
-        completions: prompts of conversations with the model's answers.
-    """
+    """A held-out text as the model continues it, its grade, and answers to prompts."""
 
     text: str
     grade: str | None = None
