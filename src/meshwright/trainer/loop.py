@@ -237,7 +237,8 @@ class Loop:
         with self.heartbeat.during(Doing.EVALUATING):
             sample = self.sample(state)
         if sample is not None:
-            self.log.tracker.event("sample", step, sample.text, sample.details)
+            more = {"completions": sample.completions} if sample.completions else {}
+            self.log.tracker.event("sample", step, sample.text, more)
 
     def _evaluates(self, step: int) -> bool:
         return self.eval_every is not None and step % self.eval_every == 0

@@ -113,12 +113,9 @@ def _whole(
 
 
 class _Adding(Evaluator):
-    """Evaluates a program with its adapters, or finds the uses of weights.
+    """Evaluates a program with the adapters of ``views``, or finds the uses of ``leaves``.
 
-    Args:
-        views: by variable, the weights that have adapters.
-        leaves: by number, the weights whose uses are looked for.
-        streams: by number of a weight, the key of its adapter's dropout and the number of draws.
+    ``streams`` are the key and the number of draws of an adapter's dropout, by weight.
     """
 
     def __init__(

@@ -225,8 +225,7 @@ class _Apart(Evaluator):
         inner = called_jaxpr(eqn).jaxpr
         self._facts.update(zip(inner.invars, facts, strict=True))
         results = run()
-        known = [self._fact(atom) for atom in inner.outvars]
-        self._facts.update(zip(eqn.outvars, known, strict=True))
+        self._facts.update(zip(eqn.outvars, map(self._fact, inner.outvars), strict=True))
         return results
 
     def _custom(self, eqn: Equation, env: Environment, facts: list[_Fact]) -> list[Value]:
@@ -355,7 +354,6 @@ def _dependent(eqn: Equation, result: int, facts: Sequence[_Fact], summed: _Dims
 
 
 _HIDES = {"exp": "low", "reduce_max": "low", "reduce_sum": "zero"}
-"""What values of pairs have to be before an operation."""
 
 
 def _hidden(name: str, facts: Sequence[_Fact]) -> str:

@@ -54,13 +54,7 @@ class View:
 
 
 def moved(view: View, eqn: Equation, others: Sequence[Any]) -> View | None:
-    """Return the view that an equation makes of another; None if it computes something else.
-
-    Args:
-        view: its first operand.
-        eqn: the equation.
-        others: the values of its other operands.
-    """
+    """Return the view that an equation makes of its first operand; None if it is none."""
     shape = tuple(aval_of(eqn.outvars[0]).shape)
     name = eqn.primitive.name
     if name in _SAME:

@@ -33,11 +33,6 @@ class TextSample(NamedTuple):
     grade: str | None = None
     completions: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def details(self) -> dict[str, Any]:
-        """The completions for the report; empty without any."""
-        return {"completions": self.completions} if self.completions else {}
-
 
 @activity("generating a sample of text")
 def generate_sample(
