@@ -222,7 +222,6 @@ def find_data(config: Config, task: HasLoss) -> ConfigData:
 def mixes_documents(config: Config, task: HasLoss) -> str:
     """Say why documents packed into a row would see one another; empty if they would not."""
     builder = _model_class(config)
-    # Only a class says what its models are called with.
     call = getattr(builder, "__call__", None) if inspect.isclass(builder) else None  # noqa: B004
     if call is not None and accepted_names(call, ["segment_ids"]):
         return ""

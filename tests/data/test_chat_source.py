@@ -108,7 +108,7 @@ def test_rows_are_packed_only_for_models_that_tell_conversations_apart(write):
         chat(path, mixes=lambda: "it is recurrent")
     kinds = {
         "gemma3_tiny": "",
-        "lstm_tiny": "the model mixes the tokens of a row by `scan` in `layers.0`",
+        "lstm_tiny": "the model mixes the tokens of a row by `scan` in `rnn`",
     }
     for kind, why in kinds.items():
         config = validate(compose_config([f"model={kind}", "data=chat", f"data.path={path}"]))

@@ -77,7 +77,7 @@ def test_a_mixture_killed_after_its_weights_have_changed_is_bit_equal(tmp_path, 
     folders = [in_folder(tmp_path, name) for name in ("whole", "killed")]
     for folder in folders:
         finish(folder, words=(*MIXTURE, WEIGHTS[0]), nprocs=nprocs, steps=5)
-    now = (*MIXTURE, WEIGHTS[1])
+    now = (*MIXTURE, WEIGHTS[1], "checkpoint.accept_changes=true")
     whole = finish(folders[0], words=now, nprocs=nprocs)
     fault = "sigkill" if nprocs > 1 else "sigkill-first"
     killed = finish(folders[1], "--restarts=3", words=now, nprocs=nprocs, fault=fault, at=8)

@@ -155,6 +155,13 @@ def test_a_template_of_bytes_ends_answers_by_its_text(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(TURNS.format("<end>\n"))
     answers = TextSettings(tmp_path, bytes_are_tokens=True, answers=True)
     assert say(tokenizer=answers).text == "b3é€z "
+    reply = "{% if add_generation_prompt %}a{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(TURNS.format("<end>\n") + reply)
+    talk, plain = [{"role": "user", "content": "Hi"}], TextSettings(tmp_path, bytes_are_tokens=True)
+    for prompts in (talk, [talk, talk]):
+        got = generate(Chain(), prompts, max_new_tokens=15, tokenizer=plain)
+        assert got.texts == ["b3é€z "] * (1 if prompts is talk else 2)
+        assert bytes(got[0].prompt.tokens.tolist()) == b"user: Hi<end>\na"
 
 
 @pytest.mark.parametrize(("length", "stride"), [(7, 1), (7, 3), (7, 6), (40, 20)])
@@ -186,6 +193,14 @@ def test_scores_are_those_of_the_logits_on_any_mesh(mesh):
     np.testing.assert_allclose(score.nats, expected, rtol=1e-6)
     assert (score.tokens, score.first_tokens) == (54, 4)
     assert score.to_json()["bits_per_byte"] == pytest.approx(score.nats / 50 / np.log(2))
+    learned = [random.random(len(one)) < 0.5 for one in documents]
+    expected = -sum(
+        log_probs[one[:-1], one[1:]][mask[1:]].sum()
+        for one, mask in zip(documents, learned, strict=True)
+    )
+    score = score_documents(model, documents, length=12, learned=learned, placement=placement)
+    np.testing.assert_allclose(score.nats, expected, rtol=1e-6)
+    assert score.tokens + score.first_tokens == sum(mask.sum() for mask in learned)
 
 
 def call(capfd, *words):

@@ -352,7 +352,8 @@ class LoRA(Frozen):
         if self.rank is None and any(getattr(self, key) for key in others):
             raise UserError(
                 f"{Setting(f'lora.{others[0]}')} has no effect without adapters",
-                fix=f"write {Setting('lora.rank', 16)} too",
+                fix=f"write {Setting('lora.rank', 16)} too"
+                + (f"; {self.init_from} has no adapter_config.json" if self.init_from else ""),
             )
         return self
 

@@ -62,11 +62,6 @@ class ChatRow:
     mask: NDArray[np.bool_]
     joined: bool = False
 
-    @property
-    def teaches(self) -> bool:
-        """Whether there is anything to learn; nothing comes before the first token."""
-        return bool(self.mask[1:].any())
-
 
 @dataclass(frozen=True)
 class ChatEncoder:
@@ -87,13 +82,7 @@ class ChatEncoder:
     keys: tuple[str, str] = _KEYS
 
     def conversation(self, messages: Any, name: str = "messages", **more: Any) -> ChatText:
-        """Return messages as text.
-
-        Args:
-            messages: the messages.
-            name: their field, for messages to the user.
-            more: further variables of the template, such as ``tools``.
-        """
+        """Return the messages of a field as text; ``more`` are variables such as ``tools``."""
         read, template = read_messages(messages, name, self.keys), self._template(name)
         if self.loss_on == "all":
             text = template.write(read, **more)
@@ -111,14 +100,7 @@ class ChatEncoder:
         self, prompt: Any, completion: Any, names: Sequence[str] = ("prompt", "completion"),
         **more: Any,
     ) -> ChatText:  # fmt: skip
-        """Return a prompt and what follows it as text; both are texts, or lists of messages.
-
-        Args:
-            prompt: the prompt.
-            completion: what follows it.
-            names: their fields, for messages to the user.
-            more: further variables of the template, such as ``tools``.
-        """
+        """Return a prompt and what follows it as text; both are texts, or lists of messages."""
         if isinstance(prompt, str) and isinstance(completion, str):
             begin = 0 if self.loss_on == "all" else len(prompt)
             text = check_text(prompt, names[0]) + check_text(completion, names[1])

@@ -202,11 +202,7 @@ def find_template(
 ) -> ChatTemplate | None:
     """Return the chat template of some data; None if there is none.
 
-    Args:
-        given: a file or a folder, ``chatml``, or the template itself; None takes that beside the
-            tokenizer.
-        tokenizer: the tokenizer's file or folder. A file of another name stands alone.
-        arguments: further variables of the template.
+    Without one that is given, it is that beside the tokenizer, if that is a tokenizer.json.
     """
     path = None if tokenizer is None else Path(tokenizer).expanduser()
     if path is not None and not path.is_dir():

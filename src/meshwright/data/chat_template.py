@@ -79,10 +79,7 @@ class ChatTemplate:
     def write(self, messages: Sequence[Message], *, reply: bool = False, **more: Any) -> str:
         """Return a conversation as text; a ValueError says why the template fails.
 
-        Args:
-            messages: the conversation.
-            reply: whether the text ends where the assistant begins to speak.
-            more: further variables, such as ``tools``.
+        For a ``reply``, the text ends where the assistant begins to speak.
         """
         return self._write(messages, marked=False, add_generation_prompt=reply, **more)
 

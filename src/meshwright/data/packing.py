@@ -136,13 +136,7 @@ def best_fit_parts(
     """Put documents into rows by best fit, longest first: each where the least room is left.
 
     Only the beginning of a document longer than a row is kept. Rows are in the order of their
-    first documents, and documents of a row in their own order.
-
-    Args:
-        boundaries: document i is the flat tokens from ``boundaries[i]`` to ``boundaries[i + 1]``.
-        row_length: tokens of a row.
-        keep: says which documents to keep.
-        alone: every document gets a row of its own.
+    first documents, and documents of a row in their own order; ``alone``, each has its own row.
     """
     before = 0
     for begin in range(0, len(boundaries) - 1, PART_DOCUMENTS):

@@ -225,13 +225,17 @@ class Loop:
             self._save(state, progress)
         sampling = self.sample_every is not None and step % self.sample_every == 0
         if sampling:
-            with self.heartbeat.during(Doing.EVALUATING):
-                sample = self.sample(state)
-            if sample is not None:
-                self.log.tracker.event("sample", step, sample.text, sample.details)
+            self._sample(state, step)
         if evaluating or saving or sampling:
             self.meter.exclude(time.perf_counter() - started)
         return evaluating
+
+    def _sample(self, state: TrainState, step: int) -> None:
+        with self.heartbeat.during(Doing.EVALUATING):
+            sample = self.sample(state)
+        if sample is not None:
+            more = {"completions": sample.completions} if sample.completions else {}
+            self.log.tracker.event("sample", step, sample.text, more)
 
     def _evaluates(self, step: int) -> bool:
         return self.eval_every is not None and step % self.eval_every == 0

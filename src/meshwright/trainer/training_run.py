@@ -248,7 +248,7 @@ class TrainingRun:
         if self._asked.recipe is not None and not progress.stop.interrupted:
             sample = self._sample(state)
             if sample is not None:
-                extra = {"sample": sample.text, **sample.details, "grade": sample.grade}
+                extra = dict(zip(("sample", "grade", "completions"), sample, strict=True))
         return FitResult(
             losses=progress.losses,
             eval=progress.eval,

@@ -108,13 +108,7 @@ class Adapter:
 def merge_adapters(
     adapters: Sequence[Adapter], values: Mapping[str, Any], dtypes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return values by path in which weights have their adapters, which are left out.
-
-    Args:
-        adapters: the adapters.
-        values: weights and factors by path.
-        dtypes: the formats of the merged weights by path.
-    """
+    """Return values by path in which weights have their adapters, which are left out."""
     factors = {path for adapter in adapters for path in (*adapter.paths, *adapter.stream)}
     merged = {path: value for path, value in values.items() if path not in factors}
     for adapter in adapters:

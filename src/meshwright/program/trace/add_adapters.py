@@ -82,13 +82,8 @@ def add_adapters(
 ) -> ClosedJaxpr:
     """Return a program that has the leaves of the adapters after its own.
 
-    Args:
-        closed: the program.
-        count: how many of its inputs are leaves of the model.
-        adapters: by number of the leaf.
-        compute_dtype: what factors are cast to; None for no cast.
-        new_state_at: before which result the new state of the adapters comes.
-        drops: whether adapters drop some of their inputs, if they are to.
+    The first ``count`` inputs are the model's leaves. Factors are cast to ``compute_dtype``, and
+    the new state of adapters comes before the result ``new_state_at``.
     """
     structs = structs_of(closed.jaxpr.invars)
     added = [jax.eval_shape(adapter.initial, jax.random.key(0)) for adapter in adapters.values()]
@@ -118,12 +113,9 @@ def _whole(
 
 
 class _Adding(Evaluator):
-    """Evaluates a program with its adapters, or finds the uses of weights.
+    """Evaluates a program with the adapters of ``views``, or finds the uses of ``leaves``.
 
-    Args:
-        views: by variable, the weights that have adapters.
-        leaves: by number, the weights whose uses are looked for.
-        streams: by number of a weight, the key of its adapter's dropout and the number of draws.
+    ``streams`` are the key and the number of draws of an adapter's dropout, by weight.
     """
 
     def __init__(

@@ -26,10 +26,7 @@ _ENTERED = CALLS | REMATS | {"scan", "while", "cond", "custom_jvp_call", "custom
 def adapt_model(model_leaves: ModelLeaves, loss: Loss, batch: Batch) -> ModelLeaves:
     """Return a model with its adapters; the model itself if it is to have none.
 
-    Args:
-        model_leaves: the model.
-        loss: its loss, whose program says which dims of a weight are inputs and outputs.
-        batch: a batch, as arrays or shapes.
+    The program of the loss says which dims of a weight are inputs and outputs.
     """
     lora = model_leaves.lora
     if lora is None:

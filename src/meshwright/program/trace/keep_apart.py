@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from meshwright.program.jaxpr.equations import (
     structs_of,
 )
 from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.trace.normalize import normalize
 
 _MARKS = {f"meshwright.{name}": name for name in ("segments", "positions", "tokens", "logits")}
@@ -63,12 +64,6 @@ def keep_apart(model: Callable[..., Any], tokens: Any, *, segment_ids: Any, posi
     """Return the logits of tokens [B, T] as if each document of a row had a row of its own.
 
     In a program that is not traced by a trainer, this is ``model(tokens)``.
-
-    Args:
-        model: from tokens to logits.
-        tokens: the tokens.
-        segment_ids: the document of each token.
-        positions: its position within the document.
     """
     given = {"segments": segment_ids, "positions": positions, "tokens": tokens}
     marked = [checkpoint_name(value, f"meshwright.{name}") for name, value in given.items()]
@@ -77,7 +72,7 @@ def keep_apart(model: Callable[..., Any], tokens: Any, *, segment_ids: Any, posi
 
 def apart(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program in which documents are apart where `keep_apart` asks for it."""
-    if not any(_mark(eqn) for eqn in closed.jaxpr.eqns):
+    if not _has_marks(closed):
         return closed
     run = lambda *args: _Apart(closed).run(closed, args)  # noqa: E731
     return normalize(jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars)))
@@ -99,16 +94,10 @@ def accepted_names(model: Callable[..., Any], names: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Fact:
-    """What is known of a value.
+    """What is known of a value: the dims it ``varies`` along, and which are rows and positions.
 
-    Attributes:
-        varies: the dims along which its elements may differ.
-        dims: by dim, whether it is that of rows or one of positions; empty if it depends on no
-            token.
-        hidden: what it is for pairs of different documents: ``low``, ``zero``, or anything.
-        mixed: the operation that mixes documents in it.
-        random: whether it is drawn at random.
-        value: computes it, if it is constant.
+    Values that depend on no token have no ``dims``. Of pairs of different documents it may be
+    ``hidden`` (low or zero), and some operation may have ``mixed`` them.
     """
 
     varies: frozenset[int] = frozenset()
@@ -155,11 +144,11 @@ class _Apart(Evaluator):
             return self._marked(eqn, mark, operands)
         facts, name = [self._fact(a) for a in eqn.invars], eqn.primitive.name
         mixed = next((fact.mixed for fact in facts if fact.mixed), "")
+        if not mixed and (name in REMATS or name in CALLS):
+            return self._enter(eqn, facts, lambda: enter(eqn, env))
         if not mixed and any(fact.dims for fact in facts):
             if name == "scan":
                 return self._scan(eqn, env, facts)
-            if name in REMATS or name in CALLS:
-                return self._enter(eqn, facts, lambda: enter(eqn, env))
             if name.startswith("custom_"):
                 return self._custom(eqn, env, facts)
             return self._plain(eqn, env, facts)
@@ -188,8 +177,8 @@ class _Apart(Evaluator):
     def _plain(self, eqn: Equation, env: Environment, facts: list[_Fact]) -> list[Value]:
         """Evaluate an equation that depends on tokens."""
         operands = env.operands(eqn)
-        summed = _sums(eqn, facts)
-        for number, state in summed.hides.items():
+        summed, hides = _sums(eqn, facts)
+        for number, state in hides.items():
             fact, atom = facts[number], eqn.invars[number]
             if fact.hidden != state:
                 operands[number] = self._hide(operands[number], fact, state)
@@ -198,7 +187,7 @@ class _Apart(Evaluator):
                     # What a maximum is subtracted from later has to be hidden, too.
                     env.values[atom], self._facts[atom] = operands[number], facts[number]
         for result, variable in enumerate(eqn.outvars):
-            found = _dependent(eqn, result, facts, summed.dims)
+            found = _dependent(eqn, result, facts, summed)
             for number, fact in enumerate(facts):
                 if not (fact.dims or fact.random or found.mixed):
                     found, places = _meet(eqn, number, fact, found)
@@ -236,8 +225,7 @@ class _Apart(Evaluator):
         inner = called_jaxpr(eqn).jaxpr
         self._facts.update(zip(inner.invars, facts, strict=True))
         results = run()
-        known = [self._fact(atom) for atom in inner.outvars]
-        self._facts.update(zip(eqn.outvars, known, strict=True))
+        self._facts.update(zip(eqn.outvars, map(self._fact, inner.outvars), strict=True))
         return results
 
     def _custom(self, eqn: Equation, env: Environment, facts: list[_Fact]) -> list[Value]:
@@ -274,6 +262,11 @@ def _mark(eqn: Equation) -> str:
     return _MARKS.get(name, "")
 
 
+def _has_marks(closed: ClosedJaxpr) -> bool:
+    each = ((eqn, called_programs(eqn)) for eqn in closed.jaxpr.eqns)
+    return any(_mark(eqn) or any(_has_marks(p) for p, _ in inner) for eqn, inner in each)
+
+
 def _where(eqn: Equation) -> str:
     module = module_of(name_stack(eqn))
     return f"`{eqn.primitive.name}`{f' in `{module}`' if module else ''}"
@@ -285,38 +278,27 @@ def _spread(value: Any, rank: int, row: int, place: int) -> Any:
     return jnp.expand_dims(value, [d for d in range(rank) if d not in (row, place)])
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """The dims of positions that an equation sums over, and what must be hidden before.
-
-    Attributes:
-        dims: pairs of an operand and its dim.
-        hides: by operand, what pairs of different documents must be.
-    """
-
-    dims: frozenset[tuple[int, int]] = frozenset()
-    hides: Mapping[int, str] = field(default_factory=dict[int, str])
+_Dims = frozenset[tuple[int, int]]
+"""Pairs of an operand and its dim."""
 
 
-def _sums(eqn: Equation, facts: Sequence[_Fact]) -> _Sums:
+def _sums(eqn: Equation, facts: Sequence[_Fact]) -> tuple[_Dims, dict[int, str]]:
+    """Return the dims of positions that an equation sums over, and what it needs to be hidden."""
     name, first = eqn.primitive.name, facts[0]
-    if name == "exp" and len(first.places) == 2:
-        return _Sums(hides={0: "low"})
-    if name in ("reduce_sum", "reduce_max") and len(first.places) == 2:
-        over = {d for d in eqn.params["axes"] if d in first.places}
-        number = jnp.issubdtype(aval_of(eqn.invars[0]).dtype, jnp.inexact)
-        if len(over) == 1 and number:
-            return _Sums(frozenset((0, d) for d in over), {0: _HIDES[name]})
-    if name != "dot_general":
-        return _Sums()
+    if name in _HIDES and len(first.places) == 2:
+        over = [(0, d) for d in eqn.params.get("axes", ()) if d in first.places]
+        inexact = jnp.issubdtype(aval_of(eqn.invars[0]).dtype, jnp.inexact)
+        if inexact and len(over) == (name != "exp"):
+            return frozenset(over), {0: _HIDES[name]}
     dims, hides = set[tuple[int, int]](), dict[int, str]()
-    for each in zip(*eqn.params["dimension_numbers"][0], strict=True):
+    pairs = eqn.params["dimension_numbers"][0] if name == "dot_general" else ((), ())
+    for each in zip(*pairs, strict=True):
         over = [(n, d) for n, d in enumerate(each) if d in facts[n].places]
-        pairs = [n for n, _ in over if len(facts[n].places) == 2]
-        if pairs and (len(over) == 2 or each[1 - pairs[0]] not in facts[1 - pairs[0]].varies):
+        both = [n for n, _ in over if len(facts[n].places) == 2]
+        if both and (len(over) == 2 or each[1 - both[0]] not in facts[1 - both[0]].varies):
             dims.update(over)
-            hides[pairs[0]] = "zero"
-    return _Sums(frozenset(dims), hides)
+            hides[both[0]] = "zero"
+    return frozenset(dims), hides
 
 
 def _sources(eqn: Equation, result: int, dim: int) -> list[tuple[int, int]] | None:
@@ -327,29 +309,25 @@ def _sources(eqn: Equation, result: int, dim: int) -> list[tuple[int, int]] | No
     return [(number, inner) for number, inner in enumerate(rule.dims) if inner is not None]
 
 
-def _varies(
-    eqn: Equation, facts: Sequence[_Fact], sources: Sequence[Any], shape: Sequence[int]
-) -> frozenset[int]:
-    if eqn.primitive.name == "iota":
-        return frozenset({eqn.params["dimension"]})
-    return frozenset(
-        dim
-        for dim, places in enumerate(sources)
-        if (shape[dim] > 1 if places is None else any(i in facts[n].varies for n, i in places))
-    )
-
-
 def _independent(eqn: Equation, result: int, facts: Sequence[_Fact]) -> _Fact:
     """Return what is known of a value that depends on no tokens."""
-    shape = aval_of(eqn.outvars[result]).shape
-    sources = [_sources(eqn, result, dim) for dim in range(len(shape))]
     drawn = eqn.primitive.name.startswith(("random_", "threefry", "philox", "rng_"))
     values = [fact.value for fact in facts]
     known = not drawn and all(value is not None for value in values)
-    return _Fact(
-        _varies(eqn, facts, sources, shape),
-        random=drawn or any(fact.random for fact in facts),
-        value=partial(_computed, eqn, result, values) if known else None,
+    value = partial(_computed, eqn, result, values) if known else None
+    random = drawn or any(fact.random for fact in facts)
+    return _Fact(_varies(eqn, result, facts), random=random, value=value)
+
+
+def _varies(eqn: Equation, result: int, facts: Sequence[_Fact]) -> frozenset[int]:
+    if eqn.primitive.name == "iota":
+        return frozenset({eqn.params["dimension"]})
+    shape = aval_of(eqn.outvars[result]).shape
+    every = [(dim, _sources(eqn, result, dim)) for dim in range(len(shape))]
+    return frozenset(
+        dim
+        for dim, places in every
+        if (shape[dim] > 1 if places is None else any(i in facts[n].varies for n, i in places))
     )
 
 
@@ -357,17 +335,12 @@ def _computed(eqn: Equation, result: int, values: Sequence[Callable[[], Any]]) -
     return bind(eqn, [value() for value in values])[result]
 
 
-def _dependent(
-    eqn: Equation, result: int, facts: Sequence[_Fact], summed: frozenset[tuple[int, int]]
-) -> _Fact:
+def _dependent(eqn: Equation, result: int, facts: Sequence[_Fact], summed: _Dims) -> _Fact:
     """Return what is known of a value that depends on tokens."""
-    shape = aval_of(eqn.outvars[result]).shape
-    sources = [_sources(eqn, result, dim) for dim in range(len(shape))]
-    dims, lost = list[str](), set[tuple[int, int]]()
-    for number, fact in enumerate(facts):
-        lost |= {(number, dim) for dim, kind in enumerate(fact.dims) if kind}
-    fits = True
-    for places in sources:
+    dims, fits = list[str](), True
+    lost = {(n, dim) for n, fact in enumerate(facts) for dim, kind in enumerate(fact.dims) if kind}
+    for dim in range(len(aval_of(eqn.outvars[result]).shape)):
+        places = _sources(eqn, result, dim)
         own = [(facts[n], i) for n, i in places or () if facts[n].dims]
         kinds = {fact.dims[i] for fact, i in own if i in fact.varies or fact.dims[i]}
         fits &= len(kinds) < 2
@@ -377,10 +350,10 @@ def _dependent(
     if not fits:
         return _Fact(mixed=_where(eqn))
     hidden = _hidden(eqn.primitive.name, facts) if dims.count(PLACE) == 2 else ""
-    return _Fact(_varies(eqn, facts, sources, shape), tuple(dims), hidden)
+    return _Fact(_varies(eqn, result, facts), tuple(dims), hidden)
 
 
-_HIDES = {"reduce_sum": "zero", "reduce_max": "low"}
+_HIDES = {"exp": "low", "reduce_max": "low", "reduce_sum": "zero"}
 
 
 def _hidden(name: str, facts: Sequence[_Fact]) -> str:
@@ -425,8 +398,7 @@ _known: dict[Any, bool] = {}
 def _banded(value: Callable[[], Any], dims: Sequence[int]) -> bool:
     """Whether a constant depends on the difference of two positions alone."""
     program = jax.make_jaxpr(value)()
-    consts = [np.asarray(const) for const in program.consts]
-    key = (str(program), tuple(dims), tuple((c.shape, c.tobytes()) for c in consts))
+    key = str(program), *dims, *(np.asarray(const).tobytes() for const in program.consts)
 
     def check() -> Any:
         (found,) = Evaluator().run(program, [])

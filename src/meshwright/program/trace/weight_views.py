@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,13 +54,7 @@ class View:
 
 
 def moved(view: View, eqn: Equation, others: Sequence[Any]) -> View | None:
-    """Return the view that an equation makes of another; None if it computes something else.
-
-    Args:
-        view: its first operand.
-        eqn: the equation.
-        others: the values of its other operands.
-    """
+    """Return the view that an equation makes of its first operand; None if it is none."""
     shape = tuple(aval_of(eqn.outvars[0]).shape)
     name = eqn.primitive.name
     if name in _SAME:
@@ -70,9 +65,13 @@ def moved(view: View, eqn: Equation, others: Sequence[Any]) -> View | None:
         dimensions = eqn.params.get("broadcast_dimensions", ())
         plain = eqn.params.get("dimensions") is None or name == "squeeze"
         is_same = sorted(dimensions) == list(dimensions) and plain
-        return _reshaped(view, shape) if is_same and _count(shape) == _count(view.shape) else None
-    if name in _SLICES:
-        cuts = {n: _SLICES[name](eqn.params, others, dims)(x) for n, x, dims in view.sides()}
+        return (
+            _reshaped(view, shape)
+            if is_same and math.prod(shape) == math.prod(view.shape)
+            else None
+        )
+    if name in ("slice", "dynamic_slice", "rev"):
+        cuts = {n: _cut(eqn, others, x, dims) for n, x, dims in view.sides()}
         return replace(view, shape=shape, **cuts)
     return None
 
@@ -96,44 +95,20 @@ _SAME = frozenset({"convert_element_type", "copy", "reduce_precision", "sharding
 """Primitives whose result is their operand, perhaps rounded or placed."""
 
 
-def _slice(params: Mapping[str, Any], _: Sequence[Any], dims: Sequence[int]) -> Callable[..., Any]:
-    strides = params["strides"] or (1,) * len(params["start_indices"])
-    starts, limits = params["start_indices"], params["limit_indices"]
-
-    def cut(factor: Any) -> Any:
-        return jax.lax.slice(
-            factor,
-            [*(starts[d] for d in dims), 0],
-            [*(limits[d] for d in dims), factor.shape[-1]],
-            [*(strides[d] for d in dims), 1],
+def _cut(eqn: Equation, others: Sequence[Any], array: Any, dims: Sequence[int]) -> Any:
+    """Return the part of a factor with these dims that an equation takes of the weight."""
+    params, rank = eqn.params, array.shape[-1]
+    if eqn.primitive.name == "rev":
+        return jax.lax.rev(array, [n for n, d in enumerate(dims) if d in params["dimensions"]])
+    if eqn.primitive.name == "dynamic_slice":
+        starts = [*(others[d] for d in dims), jnp.zeros_like(others[0])]
+        return jax.lax.dynamic_slice(
+            array, starts, [*(params["slice_sizes"][d] for d in dims), rank]
         )
-
-    return cut
-
-
-def _dynamic(
-    params: Mapping[str, Any], starts: Sequence[Any], dims: Sequence[int]
-) -> Callable[..., Any]:
-    def cut(factor: Any) -> Any:
-        zero = jnp.zeros_like(starts[0])
-        sizes = [*(params["slice_sizes"][d] for d in dims), factor.shape[-1]]
-        return jax.lax.dynamic_slice(factor, [*(starts[d] for d in dims), zero], sizes)
-
-    return cut
-
-
-def _reversed(
-    params: Mapping[str, Any], _: Sequence[Any], dims: Sequence[int]
-) -> Callable[..., Any]:
-    flipped = [n for n, d in enumerate(dims) if d in params["dimensions"]]
-    return lambda factor: jax.lax.rev(factor, flipped)
-
-
-_SLICES: dict[str, Callable[..., Callable[..., Any]]] = {
-    "slice": _slice,
-    "dynamic_slice": _dynamic,
-    "rev": _reversed,
-}
+    starts, limits = params["start_indices"], params["limit_indices"]
+    strides = params["strides"] or (1,) * len(starts)
+    sides = (starts, 0), (limits, rank), (strides, 1)
+    return jax.lax.slice(array, *([*(own[d] for d in dims), last] for own, last in sides))
 
 
 def _transposed(view: View, order: tuple[int, ...]) -> View:
@@ -158,7 +133,7 @@ def _reshaped(view: View, shape: tuple[int, ...]) -> View | None:
     factors: dict[str, Any] = {}
     for name, array, own in after.sides():
         target = (*(shape[d] for d in own), array.shape[-1])
-        if _count(target) != array.size:
+        if math.prod(target) != array.size:
             return None
         factors[name] = jnp.reshape(array, target)
     return replace(after, **factors)
@@ -171,18 +146,9 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
     groups: list[tuple[list[int], list[int]]] = []
     while rest and others:
         left, right = [rest.pop(0)], [others.pop(0)]
-        while (before := _size(old, left)) != (after := _size(new, right)):
+        while (before := math.prod(old[d] for d in left)) != (
+            after := math.prod(new[d] for d in right)
+        ):
             (left if before < after else right).append((rest if before < after else others).pop(0))
         groups.append((left, right))
     return groups
-
-
-def _size(shape: Sequence[int], dims: Collection[int]) -> int:
-    return _count([shape[d] for d in dims])
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -27,22 +27,11 @@ ANSWERED_ROWS = 4
 
 
 class TextSample(NamedTuple):
-    """A held-out text as the model continues it.
-
-    Attributes:
-        text: the text.
-        grade: how good it is, if it can be said.
-        completions: prompts of conversations with the model's answers.
-    """
+    """A held-out text as the model continues it, its grade, and answers to prompts."""
 
     text: str
     grade: str | None = None
     completions: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def details(self) -> dict[str, Any]:
-        """The completions for the report; empty without any."""
-        return {"completions": self.completions} if self.completions else {}
 
 
 @activity("generating a sample of text")
