@@ -3,7 +3,7 @@
 Each seed first learns 720 sums from examples, up to the last checkpoint that answers fewer than
 half of the held-out sums, and then from rewards alone. Neither has seen what is measured.
 
-    python benchmarks/sums_rewards.py [--seeds 3] [--steps 240] [--folder outputs/sums]
+    python benchmarks/sums_rewards.py [--seeds 3] [--steps 200] [--folder outputs/sums]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shuffled(completions: list[str], answer: list[str]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
         "--folder", help="where runs are kept; those that are there are not repeated"
     )
@@ -48,8 +48,10 @@ def main() -> None:
         folder = Path(asked.folder or temporary).absolute()
         runs = [learn(folder, f"seed {seed}", seed, asked.steps) for seed in range(asked.seeds)]
         names = "grpo.rewards=[sums_rewards:shuffled]"
-        runs.append(learn(folder, "shuffled rewards", 0, asked.steps, names))
-    write_record("sums_rewards", {"steps": asked.steps, "runs": runs})
+        control = learn(folder, "shuffled rewards", 0, asked.steps, names)
+    least = min(run["after_percent"] for run in runs)
+    figures = {"steps": asked.steps, "least_after_percent": least, "runs": runs}
+    write_record("sums_rewards", {**figures, "control": control})
     CHART.write_text(chart(read_record("sums_rewards")))
 
 
@@ -59,13 +61,13 @@ def learn(folder: Path, name: str, seed: int, steps: int, *more: str) -> dict[st
     if done.is_file():
         return json.loads(done.read_text())
     began, first = folder / f"start_{seed}", f"run.seed={seed}"
-    every = ("checkpoint.every=10", "checkpoint.keep_last=99")
+    every = ("training.steps=240", "checkpoint.every=10", "checkpoint.keep_last=10")
     cost = (
         [0.0, 0.0]
         if (began / "config.yaml").exists()
         else train("sums_start", began, first, *every)
     )
-    scores = {step: score(began, step) for step in saved(began) if step >= 100}
+    scores = {step: score(began, step) for step in saved(began)}
     start = max(step for step, share in scores.items() if share < 0.5)
     settings = (first, f"model.init_from={began / 'checkpoints' / str(start)}", *more)
     parts = (
@@ -78,8 +80,8 @@ def learn(folder: Path, name: str, seed: int, steps: int, *more: str) -> dict[st
     run = {
         "name": name,
         "start_step": start,
-        "before": scores[start],
-        "after": curve[-1][1],
+        "before_percent": round(100 * scores[start], 1),
+        "after_percent": round(100 * curve[-1][1], 1),
         "seconds": round(cost[0] + later[0], 1),
         "cpu_seconds": round(cost[1] + later[1], 1),
         "curve": curve,
@@ -128,7 +130,8 @@ def train(experiment: str, folder: Path, *settings: str) -> list[float]:
 
 def chart(record: dict[str, Any]) -> str:
     """Return the share of right answers by updates, one line for each run."""
-    last = max(step for run in record["runs"] for step, _ in run["curve"])
+    runs = [*record["runs"], record["control"]]
+    last = max(step for run in runs for step, _ in run["curve"])
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" font-family="system-ui, sans-serif" font-size="12">',
@@ -145,8 +148,8 @@ def chart(record: dict[str, Any]) -> str:
         for step in range(0, last + 1, max(50, last // 6 // 50 * 50))
     ]
     lines.append(_text(WIDTH - RIGHT, HEIGHT - 8, "updates", FAINT, anchor="end"))
-    for number, run in enumerate(record["runs"]):
-        control = "shuffled" in run["name"]
+    for number, run in enumerate(runs):
+        control = run is record["control"]
         color = FAINT if control else COLORS[number % len(COLORS)]
         points = " ".join(f"{_x(s, last):.1f},{_y(v):.1f}" for s, v in run["curve"])
         dashes = ' stroke-dasharray="5 4"' if control else ""
