@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.program.evaluate.evaluator import Environment, constrained
+from meshwright.program.evaluate.evaluator import Environment, constrain, constrained
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
@@ -24,6 +24,7 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
 )
+from meshwright.program.kernels.context_attention import Exchange
 from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.grouped_convolutions import grouped_layout, is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
@@ -207,6 +208,35 @@ def record_prepared(eqn: Equation, results: Sequence[Value], env: Environment) -
     """Store the result of rearranging a weight as prepared, and return it rounded as traced."""
     env.prepared[eqn.outvars[0]] = results[0]
     return [results[0].astype(aval_of(eqn.outvars[0]).dtype)]
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePositions:
+    """Exchanges positions for heads, or gathers them, where equations mix positions.
+
+    Attributes:
+        mesh: where the program runs.
+        exchanges: what they exchange, by first result.
+    """
+
+    mesh: MeshView
+    exchanges: Mapping[Var, Exchange]
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate an equation with its operands and result laid out; None for others."""
+        exchange = self.exchanges.get(eqn.outvars[0]) if eqn.outvars else None
+        if exchange is None:
+            return None
+        operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
+        for number, specs in exchange.operands.items():
+            operands[number] = self._constrain(operands[number], specs)
+        results = env.evaluator.continue_after(self, eqn, env.with_operands(eqn, operands))
+        return [self._constrain(results[0], exchange.result), *results[1:]]
+
+    def _constrain(self, value: Value, specs: Sequence[PartitionSpec]) -> Value:
+        for spec in specs:
+            value = constrain(value, self.mesh.sharding(spec))
+        return value
 
 
 @dataclass(frozen=True, eq=False)
