@@ -86,7 +86,7 @@ class DimClasses:
         inside_heads: classes that those products contract: the dim of a head, the sequence.
         channels: classes of convolution channels.
         events: what would cost communication, in program order.
-        mixed: classes that products of data with data sum over and no kernel has.
+        mixed: classes that a product of data with data keeps, another sums over, and no kernel has.
     """
 
     root: ProgramDims
@@ -250,8 +250,10 @@ def find_dim_classes(program: ClosedJaxpr, labels: Sequence[LeafLabel]) -> DimCl
 
 
 def _mixed(log: Log, leaves: Sequence[LeafDims]) -> frozenset[int]:
+    """Return the classes that one product of data with data keeps and another sums over."""
     of_kernels = _ids(dim for leaf in leaves if leaf.is_kernel for dim in leaf.dims)
-    return class_ids(d for product in log.products for d in product.contracted) - of_kernels
+    summed = class_ids(d for product in log.products for d in product.contracted)
+    return summed & class_ids(d for product in log.products for d in product.free) - of_kernels
 
 
 def _uses(log: Log) -> Mapping[int, Mapping[KernelUse, frozenset[int]]]:

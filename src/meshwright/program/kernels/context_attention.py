@@ -68,14 +68,23 @@ class AttentionLayouts:
         return f"attention in {self.module or 'the loss'}: {how} over {CONTEXT} ({self.why})"
 
 
+Layouts = tuple[PartitionSpec, ...]
+"""Layouts that a value gets one after the other."""
+
+
 @dataclass
 class Exchange:
-    """The layouts of an equation's operands and result, one after the other."""
+    """The layouts of an equation's operands and result.
 
-    operands: dict[int, tuple[PartitionSpec, ...]] = field(
-        default_factory=dict[int, tuple[PartitionSpec, ...]]
-    )
-    result: tuple[PartitionSpec, ...] = ()
+    Attributes:
+        operands: by number.
+        gradients: those of an operand's gradient, where they are not the same ones, backwards.
+        result: those of its result.
+    """
+
+    operands: dict[int, Layouts] = field(default_factory=dict[int, Layouts])
+    gradients: dict[int, Layouts] = field(default_factory=dict[int, Layouts])
+    result: Layouts = ()
 
 
 @dataclass(frozen=True)
@@ -237,16 +246,24 @@ class _Source(NamedTuple):
     """The array that an operand of a product is, or that it only repeats.
 
     Attributes:
-        operand: what the product reads.
+        product: the product, and which operand it is.
         variable: the array, as large or smaller.
         reader: the equation that repeats it; else the product.
         side: which operand of the reader it is.
     """
 
-    operand: Var
+    product: tuple[Equation, int]
     variable: Var
     reader: Equation
     side: int
+
+    @property
+    def operand(self) -> Var:
+        """What the product reads."""
+        eqn, side = self.product
+        atom = eqn.invars[side]
+        assert isinstance(atom, Var)
+        return atom
 
     @property
     def is_repeated(self) -> bool:
@@ -257,34 +274,40 @@ class _Source(NamedTuple):
 def _source(program: ProgramDims, eqn: Equation, side: int) -> _Source:
     """Return the smallest array that an operand only repeats, as heads that share keys do."""
     makers = {v: e for e in program.jaxpr.eqns for v in e.outvars}
-    operand = eqn.invars[side]
-    assert isinstance(operand, Var)
-    best, variable = _Source(operand, operand, eqn, side), operand
+    best = _operand(eqn, side)
+    variable = best.variable
     while (maker := makers.get(variable)) and maker.primitive.name in _REPEATS:
         if not isinstance(maker.invars[0], Var):
             break
         variable = maker.invars[0]
         if aval_of(variable).size < aval_of(best.variable).size:
-            best = _Source(operand, variable, maker, 0)
+            best = _Source((eqn, side), variable, maker, 0)
     return best
+
+
+def _operand(eqn: Equation, side: int) -> _Source:
+    variable = eqn.invars[side]
+    assert isinstance(variable, Var)
+    return _Source((eqn, side), variable, eqn, side)
 
 
 def _place(at: _Placing, attention: _Attention, found: ContextExchanges) -> None:
     """Add what an attention exchanges."""
     scores, values = attention.scores, attention.values
-    query = _source(at.program, scores, 1 - attention.key_side)
-    query = query._replace(variable=query.operand, reader=scores, side=1 - attention.key_side)
+    query = _operand(scores, 1 - attention.key_side)
     key = _source(at.program, scores, attention.key_side)
     value = _source(at.program, values, 1 - attention.weights_side)
     output, size = values.outvars[0], at.sizes[CONTEXT]
-    gathered = sum(aval_of(source.variable).size for source in (key, value))
-    exchanged = (gathered + aval_of(query.operand).size + aval_of(output).size) / size
+    own = sum(aval_of(source.variable).size for source in (key, value))
+    # Forward as they are, backward with one for each query head.
+    gathered = (own + sum(aval_of(source.operand).size for source in (key, value))) / 2
+    exchanged = (own + aval_of(query.operand).size + aval_of(output).size) / size
     heads = _heads(at, attention, (query, key, value))
     by_heads = heads is not None and exchanged <= gathered
     inside: list[list[Any]] = []
     for number, source in enumerate((query, key, value)):
-        own = heads[number] if by_heads and heads else None
-        inside.append(_exchange(at, source, own, found, gather=number > 0))
+        head = heads[number] if by_heads and heads else None
+        inside.append(_exchange(at, source, head, found, gather=number > 0))
     sides = (inside[0], inside[1]) if attention.key_side else (inside[1], inside[0])
     of_scores = _product(scores, *sides)
     of_weights: list[Any] = [None] * len(aval_of(values.invars[attention.weights_side]).shape)
@@ -340,6 +363,13 @@ def _exchange(
     ahead = at.by_head(variable, head[1]) if head else whole(variable)
     steps = (PartitionSpec(*at.rows(variable)), PartitionSpec(*ahead))
     _of(found, source.reader).operands[source.side] = steps
+    if head is None and source.is_repeated:
+        # Gradients of keys are sums over queries: reduced once, before those of heads are added.
+        _of(found, source.reader).gradients[source.side] = steps[:1]
+        product, side = source.product
+        whole_then_rows = PartitionSpec(*inside), PartitionSpec(*at.rows(source.operand))
+        _of(found, product).operands[side] = whole_then_rows[:1]
+        _of(found, product).gradients[side] = whole_then_rows
     return inside
 
 

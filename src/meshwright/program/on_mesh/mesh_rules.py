@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -229,9 +230,23 @@ class ExchangePositions:
             return None
         operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
         for number, specs in exchange.operands.items():
-            operands[number] = self._constrain(operands[number], specs)
+            gradient = exchange.gradients.get(number)
+            if gradient is None:
+                operands[number] = self._constrain(operands[number], specs)
+            else:
+                operands[number] = self._with_gradient(operands[number], specs, gradient)
         results = env.evaluator.continue_after(self, eqn, env.with_operands(eqn, operands))
         return [self._constrain(results[0], exchange.result), *results[1:]]
+
+    def _with_gradient(
+        self, value: Value, specs: Sequence[PartitionSpec], gradient: Sequence[PartitionSpec]
+    ) -> Value:
+        run = jax.custom_vjp(lambda value: self._constrain(value, specs))
+        run.defvjp(
+            lambda value: (self._constrain(value, specs), None),
+            lambda _, cotangent: (self._constrain(cotangent, gradient),),
+        )
+        return run(value)
 
     def _constrain(self, value: Value, specs: Sequence[PartitionSpec]) -> Value:
         for spec in specs:
