@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import Setting, UserError
-from meshwright.mesh.axes import CONTEXT, entry_names
+from meshwright.mesh.axes import CONTEXT, TENSOR, entry_names
 from meshwright.program.dims.classes import DimClasses
+from meshwright.program.dims.op import nbytes_of
 from meshwright.program.dims.walk import ProgramDims, all_programs
 from meshwright.program.jaxpr.equations import (
     Equation,
@@ -29,6 +30,7 @@ from meshwright.program.jaxpr.equations import (
 )
 from meshwright.program.jaxpr.names import module_of
 from meshwright.program.kernels.attention_operands import free_dims
+from meshwright.program.kernels.regions import Substitution, describe
 
 LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
 """Returns how a variable is sharded over the mesh; None if it is not."""
@@ -45,16 +47,21 @@ class AttentionLayouts:
 
     Attributes:
         module: where it is.
+        length: the positions of a row.
         by_heads: whether positions are exchanged for heads; else keys and values are gathered.
-        why: the elements that a device receives of a row, both ways.
+        why: how much less it sends than the other way, or why there is none.
         query: the layout of its queries.
         key: that of its keys.
         value: that of its values.
         output: that of its result.
         rows: that of its result once positions are sharded again.
+        sent: kinds of collectives, the bytes of the array that each exchanges of a microbatch, and
+            whether it belongs to the forward pass.
+        times: how often loops run it.
     """
 
     module: str
+    length: int
     by_heads: bool
     why: str
     query: PartitionSpec
@@ -62,10 +69,14 @@ class AttentionLayouts:
     value: PartitionSpec
     output: PartitionSpec
     rows: PartitionSpec
+    sent: tuple[tuple[str, float, bool], ...]
+    times: int
 
-    def __str__(self) -> str:
-        how = "positions are exchanged for heads" if self.by_heads else "keys and values gathered"
-        return f"attention in {self.module or 'the loss'}: {how} over {CONTEXT} ({self.why})"
+    @property
+    def use(self) -> Substitution:
+        """How it is evaluated, in words."""
+        how = "exchanges positions for heads" if self.by_heads else "gathers keys and values"
+        return Substitution("attention", self.module, f"{how}, {self.why}")
 
 
 Layouts = tuple[PartitionSpec, ...]
@@ -100,6 +111,17 @@ class ContextExchanges:
     equations: Mapping[Var, Exchange] = field(default_factory=dict[Var, Exchange])
     attention: Mapping[Var, AttentionLayouts] = field(default_factory=dict[Var, AttentionLayouts])
     size: int = 1
+
+    def describe(self) -> list[str]:
+        """Return how rows are divided, and how attention works, a sentence each."""
+        lengths = sorted({placed.length for placed in self.attention.values()}, reverse=True)
+        own = [-(-length // self.size) for length in lengths]
+        rows = [
+            f"rows of {length:,} positions: {part:,} on each device"
+            + (f", {part * self.size - length:,} of them empty" if length % self.size else "")
+            for length, part in zip(lengths, own, strict=True)
+        ]
+        return [*rows, *describe([placed.use for placed in self.attention.values()])]
 
 
 NO_EXCHANGES = ContextExchanges()
@@ -233,6 +255,11 @@ class _Placing(NamedTuple):
         entries[dim] = (*entry_names(entries[dim]), CONTEXT)
         return entries
 
+    def nbytes(self, variable: Var) -> float:
+        """Return the bytes of a variable for all samples, on the devices that share its heads."""
+        shards = self.sizes.get(TENSOR, 1) if TENSOR in self.rows(variable) else 1
+        return nbytes_of(aval_of(variable)) / shards
+
     def divides(self, variable: Var, dim: int) -> bool:
         """Whether a dim can be sharded over context, besides what it is sharded over."""
         factors = self.program.dims(variable)[dim]
@@ -316,11 +343,8 @@ def _place(at: _Placing, attention: _Attention, found: ContextExchanges) -> None
             of_weights[dim] = entry
     sides = (inside[2], of_weights) if attention.weights_side else (of_weights, inside[2])
     inside.append(_product(values, *sides))
-    even = by_heads or all(
-        aval_of(query.operand).shape[d] % size == 0
-        for d in at.classes.positions(at.program, query.operand)
-    )
-    if even:
+    positions = at.classes.positions(at.program, query.operand)
+    if by_heads or all(aval_of(query.operand).shape[d] % size == 0 for d in positions):
         _of(found, scores).result = (PartitionSpec(*of_scores),)
         weights = {attention.weights_side: (PartitionSpec(*of_weights),)}
         _of(found, values).operands.update(weights)
@@ -330,15 +354,22 @@ def _place(at: _Placing, attention: _Attention, found: ContextExchanges) -> None
     assert isinstance(found.attention, dict)
     why = _why(exchanged / gathered, possible=heads is not None, size=size)
     module = module_of(name_stack(scores)) or at.program.path
-    found.attention[output] = AttentionLayouts(module, by_heads, why, *layouts, rows)
+    length = max(aval_of(query.operand).shape[d] for d in positions)
+    arrays = [key.variable, value.variable, *([query.operand, output] if by_heads else ())]
+    kinds = ("all-to-all", "all-to-all") if by_heads else ("all-gather", "reduce-scatter")
+    parts = size if by_heads else 1
+    sent = tuple((k, at.nbytes(v) / parts, not n) for v in arrays for n, k in enumerate(kinds))
+    found.attention[output] = AttentionLayouts(
+        module, length, by_heads, why, *layouts, rows, sent, at.program.times
+    )
 
 
 def _why(ratio: float, *, possible: bool, size: int) -> str:
     if not possible:
-        return f"its key heads do not divide by {CONTEXT}={size}"
+        return f"because {CONTEXT}={size} does not divide its heads of keys"
     if ratio <= 1:
-        return f"sends {ratio:.2f}× of what gathering keys and values does"
-    return f"sends {1 / ratio:.2f}× of what exchanging positions for heads does"
+        return f"which sends {ratio:.2f}× of what gathering keys and values would"
+    return f"which sends {1 / ratio:.2f}× of what exchanging positions for heads would"
 
 
 def _exchange(

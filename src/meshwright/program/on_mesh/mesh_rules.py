@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.mesh.axes import CONTEXT
 from meshwright.program.evaluate.evaluator import Environment, constrain, constrained
-from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.mesh_view import MeshView, axes_of
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import (
@@ -29,6 +31,9 @@ from meshwright.program.kernels.context_attention import Exchange
 from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.grouped_convolutions import grouped_layout, is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
+
+EXCHANGED = "exchanged"
+"""The name by which remat policies recognize what devices exchanged for attention."""
 
 _ADDS = frozenset({"add", "sub"})
 """Primitives that broadcast dims of size 1, and whose gradients need no operand."""
@@ -251,7 +256,9 @@ class ExchangePositions:
     def _constrain(self, value: Value, specs: Sequence[PartitionSpec]) -> Value:
         for spec in specs:
             value = constrain(value, self.mesh.sharding(spec))
-        return value
+        # Blocks save what they exchange, unless it is gathered: then they gather it again.
+        is_part = specs and CONTEXT in axes_of(specs[-1:])
+        return checkpoint_name(value, EXCHANGED) if is_part else value
 
 
 @dataclass(frozen=True, eq=False)
