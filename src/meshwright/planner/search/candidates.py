@@ -98,7 +98,7 @@ def all_sizes(num_devices: int, fixed: Sizes, *, tokens: int = 0) -> Iterator[di
 
 def reduces_once(task: PlanTask, sizes: Sizes) -> bool:
     """Whether gradients can wait for the last microbatch: a device needs room for whole ones."""
-    return sizes[CONTEXT] == 1 and (sizes["fsdp"] == 1 or task.sharding.zero == 1)
+    return sizes.get(CONTEXT, 1) == 1 and (sizes["fsdp"] == 1 or task.sharding.zero == 1)
 
 
 def micro_batch_sizes(task: PlanTask, sizes: Sizes, variant: Variant) -> list[int]:

@@ -123,7 +123,7 @@ def _batch(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
 
 
 def _context(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
-    size = sizes[CONTEXT]
+    size = sizes.get(CONTEXT, 1)
     if size == 1:
         return ""
     if sizes["pipe"] > 1 or (task.fixed.sync_gradients_every or 1) > 1:
