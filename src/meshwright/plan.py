@@ -26,7 +26,9 @@ from meshwright.config.schema import (
 )
 from meshwright.errors import Setting, UserError, yaml_line
 from meshwright.mesh.axes import (
+    CONTEXT,
     INFER,
+    PIPE,
     canonical_sizes,
     describe_sizes,
     mesh_setting,
@@ -87,7 +89,25 @@ class Plan(Frozen):
             )
         if self.size("pipe") > 1:
             self._check_pipeline()
+        self._check_context()
         return self
+
+    def _check_context(self) -> None:
+        """Refuse what cannot be combined with rows that are divided."""
+        stages, every = self.size(PIPE), self.batch.sync_gradients_every
+        if self.size(CONTEXT) == 1 or stages == every == 1:
+            return
+        other = Setting("mesh.pipe", stages)
+        why = "stages do different work at the same time and cannot wait for other stages' rows"
+        if stages == 1:
+            other = Setting("training.sync_gradients_every", every)
+            why = "devices that accumulate gradients of their own samples need whole rows"
+        raise UserError(
+            f"{Setting('mesh.context', self.size(CONTEXT))} cannot be combined with {other}",
+            why=why,
+            fix=f"leave one of the two out; {Setting('mesh.fsdp')} and {Setting('mesh.tensor')} "
+            f"can be combined with {Setting('mesh.context')}",
+        )
 
     def _check_pipeline(self) -> None:
         steps, count = self.batch.gradient_accumulation_steps, self.num_microbatches

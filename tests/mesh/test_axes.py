@@ -127,7 +127,7 @@ def test_sizes_below_one_are_refused(size):
 
 
 def test_axes_come_in_canonical_order_whatever_the_order_asked():
-    assert list(canonical_sizes({"tp": 2, "fsdp": 2, "dp": 2, "pp": 2})) == list(AXES)
+    assert list(canonical_sizes({"tp": 2, "fsdp": 2, "cp": 2, "dp": 2, "pp": 2})) == list(AXES)
 
 
 def test_a_mesh_is_read_from_text():

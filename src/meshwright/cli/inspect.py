@@ -54,6 +54,7 @@ def run(request: Request) -> int:
         "parameters": [asdict(leaf) for leaf in leaves],
         "totals": _totals(assembled, leaves),
         "remarks": remarks,
+        "context": assembled.decision.exchanges.describe(),
         "kernels": [asdict(use) for use in assembled.decision.kernels.uses],
     }
     if how := how_generated(assembled.abstract_model()):
@@ -109,6 +110,7 @@ def _picture(
         *(Indented(f"remark: {remark}", first=0) for remark in report["remarks"]),
         Text(),
         *(() if pipeline is None else _pipeline(assembled, pipeline)),
+        *_context(assembled),
         *_kernels(assembled),
         *([Indented(f"generation: {how}", first=0), Text()] if how else []),
         _rows(leaves),
@@ -131,6 +133,15 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
     yield TimelineDrawing(_timeline(assembled.plan))
     yield Text(found.waiting())
     yield Text()
+
+
+def _context(assembled: Assembled) -> Iterator[RenderableType]:
+    """Yield how rows are divided over the context axis."""
+    lines = assembled.decision.exchanges.describe()
+    if lines:
+        yield Text("context")
+        yield from (Indented(line, 4, first=2) for line in lines)
+        yield Text()
 
 
 def _kernels(assembled: Assembled) -> Iterator[RenderableType]:

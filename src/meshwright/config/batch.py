@@ -117,10 +117,11 @@ def _divide(total: int, by: int, meaning: str, instead: str = "") -> int:
     if total % by == 0 and total >= by:
         return total // by
     below, above = total // by * by, (total // by + 1) * by
+    shared = "" if below else f"; or let several devices share each row ({Setting('mesh.context')})"
     raise UserError(
         f"a global batch of {counted(total, 'sample')} cannot be divided",
         why=f"{meaning} = {by}, and {total} is not a multiple of {by}",
-        fix=instead + _would_work(*(size for size in (below, above) if size)),
+        fix=instead + _would_work(*(size for size in (below, above) if size)) + shared,
     )
 
 

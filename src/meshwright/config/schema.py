@@ -215,6 +215,7 @@ class MeshConfig(Frozen):
         data: copies of the model, each on different samples.
         fsdp: devices that shard parameters, gradients and optimizer state, on different samples.
         tensor: devices that shard each layer.
+        context: devices that share the positions of each row, for long rows.
         auto: whether the planner chooses the sizes that are not set, along with other settings.
     """
 
@@ -222,6 +223,7 @@ class MeshConfig(Frozen):
     data: AxisSize = INFER
     fsdp: AxisSize = 1
     tensor: AxisSize = 1
+    context: AxisSize = 1
     auto: bool = False
 
     @model_validator(mode="before")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.compiled.collectives import Collective
-from meshwright.mesh.axes import BATCH_AXES
+from meshwright.mesh.axes import BATCH_AXES, CONTEXT
 from meshwright.program.weight_reads import WeightRead
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
@@ -45,7 +45,7 @@ class Reasons:
         return [(c, self._reason(c, left)) for c in collectives]
 
     def _reason(self, collective: Collective, left: list[WeightRead]) -> Reason | None:
-        if set(collective.axes) <= set(BATCH_AXES):
+        if set(collective.axes) <= {*BATCH_AXES, CONTEXT}:
             if collective.kind == "all-gather" and collective.op_name.endswith("_constraint"):
                 return self._gather(collective)
             if collective.phase == "backward" and "reduce" in collective.kind:
@@ -99,13 +99,14 @@ def _exchange(collective: Collective) -> Reason:
     if collective.phase == "update":
         how = "gathered for" if collective.kind == "all-gather" else "combined by"
         return Reason(f"parts of all devices {how} {operation}, outside the loss")
-    samples = set(collective.axes) <= set(BATCH_AXES)
+    axes = set(collective.axes)
+    what = "samples" if axes <= set(BATCH_AXES) else "positions" if axes == {CONTEXT} else ""
     if collective.kind in _MOVES:
-        return Reason(f"{'samples' if samples else 'values'} moved between devices by {operation}")
+        return Reason(f"{what or 'values'} moved between devices by {operation}")
     if collective.kind == "all-gather":
-        what = "samples of all devices" if samples else "sharded values"
-        return Reason(f"{what} gathered for {operation}")
-    over = "over the samples of all devices" if samples else "over sharded values"
+        whose = f"{what} of all devices" if what else "sharded values"
+        return Reason(f"{whose} gathered for {operation}")
+    over = f"over the {what} of all devices" if what else "over sharded values"
     return Reason(f"{operation} {over}")
 
 

@@ -17,11 +17,12 @@ from meshwright.ledgers.placed_program import (
     place_weights,
     read_weights,
 )
-from meshwright.mesh.axes import PIPE
+from meshwright.mesh.axes import CONTEXT, PIPE
 from meshwright.pipeline.execute.tick_rows import OpCounts, TickOp
 from meshwright.plan import Plan
 from meshwright.program.dims.op import is_inexact, nbytes_of
 from meshwright.program.jaxpr.equations import aval_of
+from meshwright.program.kernels.context_attention import AttentionLayouts
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.step.assemble import Assembled
 
@@ -119,16 +120,17 @@ def _gather_updated(weight: PlacedWeight, plan: Plan) -> Iterator[Needed]:
 
 
 def _reduction(weight: PlacedWeight, plan: Plan, times: int) -> Iterator[Needed]:
-    """Yield how a gradient is reduced over the devices that have other samples."""
+    """Yield how a gradient is reduced over the devices that have other samples or positions."""
     fsdp, data = plan.size("fsdp"), plan.size("data")
     weight = weight._replace(nbytes=weight.nbytes * weight.reduced)
     if fsdp > 1:
         sharded = weight.on_fsdp and plan.sharding.zero > 1
         kind = "reduce-scatter" if sharded else "all-reduce"
         yield Needed("fsdp", kind, weight.nbytes, times, fsdp, weight.module)
-    if data > 1:
-        # Only one fsdp shard of each gradient goes over the slower axis.
-        yield Needed("data", "all-reduce", weight.nbytes / fsdp, times, data, weight.module)
+    for axis, size in (("data", data), (CONTEXT, plan.size(CONTEXT))):
+        # Only one fsdp shard of each gradient goes over the slower axes.
+        if size > 1:
+            yield Needed(axis, "all-reduce", weight.nbytes / fsdp, times, size, weight.module)
 
 
 def event_needs(
@@ -136,6 +138,7 @@ def event_needs(
 ) -> Iterator[Needed]:
     """Yield what tensor parallelism sends; ``scale`` is relative to the samples traced."""
     steps, size = plan.batch.gradient_accumulation_steps, plan.size("tensor")
+    scale /= plan.size(CONTEXT)
     for event in events:
         times = event.times * (steps if stage is None else stage.runs(event.part, steps))
         if not times:
@@ -143,6 +146,22 @@ def event_needs(
         need = Needed("tensor", event.kind, event.nbytes * scale, times, size, event.module)
         gather = need._replace(kind="all-gather", nbytes=event.weight)
         yield gather if event.weight and gather.sent_bytes <= need.sent_bytes else need
+
+
+def context_needs(
+    attention: Iterable[AttentionLayouts], plan: Plan, scale: float
+) -> Iterator[Needed]:
+    """Yield what attention sends over the context axis; `scale` as in `event_needs`."""
+    steps, size = plan.batch.gradient_accumulation_steps, plan.size(CONTEXT)
+    sharding = plan.sharding
+    recomputes = sharding.remat != "none"
+    gathers_again = plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
+    for one in attention:
+        for kind, nbytes, forward in one.sent:
+            # The backward pass of a block recomputes what it did not save.
+            again = forward and (recomputes or (gathers_again and kind == "all-gather"))
+            times = one.times * steps * (2 if again else 1)
+            yield Needed(CONTEXT, kind, nbytes * scale, times, size, one.module)
 
 
 def needed_by_stage(assembled: Assembled, counts: OpCounts | None) -> list[list[Needed]]:
@@ -157,6 +176,7 @@ def needed_by_stage(assembled: Assembled, counts: OpCounts | None) -> list[list[
         [
             *(need for weight in weights for need in weight_needs(weight, plan, stage)),
             *event_needs(events, plan, 1 / plan.batch.replicas, stage),
+            *context_needs(decision.exchanges.attention.values(), plan, 1 / plan.batch.replicas),
             *(() if stage is None else stage_needs(stage, plan)),
         ]
         for stage in _stages(assembled, counts)

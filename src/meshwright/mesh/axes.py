@@ -61,7 +61,7 @@ MESH_AXES = {
         Axis(
             name="fsdp",
             aliases=(),
-            place=2,
+            place=3,
             kind="fully sharded",
             does="shards parameters, gradients and optimizer state",
             sends="gathering weights and reducing gradients over fsdp",
@@ -74,7 +74,7 @@ MESH_AXES = {
         Axis(
             name="tensor",
             aliases=("model", "tp", "mp"),
-            place=3,
+            place=4,
             kind="tensor parallel",
             does="shards every layer",
             sends="all-reduces inside layers over tensor",
@@ -82,6 +82,16 @@ MESH_AXES = {
                 f"less tensor parallelism (a smaller {Setting('mesh.tensor')}), or more samples "
                 "per device"
             ),
+        ),
+        Axis(
+            name="context",
+            aliases=("cp", "sp"),
+            place=2,
+            kind="context parallel",
+            does="divides the positions of each row",
+            sends="what attention exchanges between positions over context",
+            shards_model=False,
+            remedy=lambda: f"longer rows, or fewer parts of a row ({Setting('mesh.context')})",
         ),
         Axis(
             name="pipe",
@@ -112,6 +122,9 @@ PIPE = "pipe"
 
 TENSOR = "tensor"
 """The axis that divides the dims of weights."""
+
+CONTEXT = "context"
+"""The axis that divides the positions of rows."""
 
 ALIASES = {alias: axis.name for axis in MESH_AXES.values() for alias in axis.aliases}
 

@@ -23,8 +23,8 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None
     """Build a mesh with the axes of `AXES` over ``devices`` (all of them by default).
 
     One size may be -1, and ``data`` takes the remaining devices if it is not given. Axes are
-    ordered pipe, data, fsdp, tensor and have Auto type; axes of size 1 stay if given. An axis given
-    by an alias, such as ``model``, keeps this name.
+    ordered pipe, data, context, fsdp, tensor and have Auto type; axes of size 1 stay if given. An
+    axis given by an alias, such as ``model``, keeps this name.
     """
     check_devices(devices)
     present = list(jax.devices() if devices is None else devices)
@@ -71,8 +71,8 @@ def device_grid(
 ) -> np.ndarray[Any, np.dtype[Any]]:
     """Place devices on a grid so that inner axes get the fastest links.
 
-    Axes are laid out from the outermost in the order pipe, data, fsdp, tensor (other names count
-    as data), then transposed to the order of ``names``.
+    Axes are laid out from the outermost in the order pipe, data, context, fsdp, tensor (other names
+    count as data), then transposed to the order of ``names``.
     """
     axes = [resolve_alias(name) for name in names]
     # Any other name is placed like `data`: outside the axes that need fast links.

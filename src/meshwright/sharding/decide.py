@@ -9,9 +9,10 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
-from meshwright.mesh.axes import AXES, BATCH_AXES, entry_names, resolve_alias
+from meshwright.mesh.axes import AXES, BATCH_AXES, CONTEXT, entry_names, resolve_alias
 from meshwright.program.dims.classes import DimClasses, LeafLabel, LeafRole, find_dim_classes
 from meshwright.program.evaluate.weight_uses import GatherSpecs
+from meshwright.program.kernels.context_attention import find_exchanges
 from meshwright.program.kernels.find_kernels import (
     NO_KERNELS,
     KernelSearch,
@@ -112,9 +113,12 @@ def decide(
         if sharding.zero == 3 and step.leaf.is_weight and "fsdp" in sharded[number].axes()
     ]
     axes = batch_axes(sizes)
-    layout = activation_layouts(classes, axes, tensor.sharded_dim)
-    if not axes and tensor.size == 1:
+    context = sizes.get(CONTEXT, 1)
+    layout = activation_layouts(classes, axes, tensor.sharded_dim, context)
+    of_samples = activation_layouts(classes, axes, tensor.sharded_dim)
+    if not axes and tensor.size == 1 == context:
         layout = unsharded
+    exchanges = find_exchanges(classes, layout, sizes)
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
         at_rest=sharded if sharding.zero == 3 else tensor_only,
@@ -122,7 +126,7 @@ def decide(
         gradients=without_fsdp if sharding.zero == 1 else sharded,
         gathers=gather_specs(gathered, sharded),
         activations={**find_constraints(classes, layout), **of_model.constraints},
-        local_ops=find_local_ops(classes, layout, axes, tensor.size),
+        local_ops=find_local_ops(classes, of_samples, axes, tensor.size),
         shared_inputs=find_shared_inputs(classes, tensor.splits, layout),
         loop_reads=find_loop_reads(classes, axes),
         weights=find_weights(classes),
@@ -130,8 +134,9 @@ def decide(
         classes=classes,
         tensor=tensor,
         ignored=of_model.ignored,
-        kernels=find_kernels(traced, classes, layout, search) if search else NO_KERNELS,
+        kernels=find_kernels(traced, classes, layout, search, exchanges) if search else NO_KERNELS,
         search=search,
+        exchanges=exchanges,
     )
 
 

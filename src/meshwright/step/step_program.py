@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.errors import Setting, UserError
+from meshwright.mesh.axes import CONTEXT, TENSOR
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
 from meshwright.pipeline.place import decide_stages
@@ -183,7 +184,8 @@ def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
         platform=mesh.devices.flat[0].platform,
         # Where tensor shards products, joined rows would keep the compiler from adding the
         # gradients of query, key and value before it reduces them.
-        rows=plan.size("tensor") == 1,
+        # Nor can rows whose samples and positions are both sharded be joined without sending them.
+        rows=plan.size(TENSOR) == plan.size(CONTEXT) == 1,
     )
 
 

@@ -13,9 +13,10 @@ import optax
 from flax import nnx
 
 from meshwright.config.schema import Precision
+from meshwright.errors import UserError
 from meshwright.hardware import Hardware
 from meshwright.ledgers.minimum import Needed
-from meshwright.mesh.axes import MODEL_AXES
+from meshwright.mesh.axes import CONTEXT, MODEL_AXES
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import CPU_MARGIN, Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.estimate.model_states import ModelStates, PlacedState, state_key
@@ -133,6 +134,14 @@ class Estimator:
         """Tokens of one sample; 1 for data other than tokens."""
         return tokens_per_sample(self._samples) or 1
 
+    def row_obstacle(self, sizes: Mapping[str, int]) -> str:
+        """Return why a context axis cannot divide the model's rows; empty if it can."""
+        try:
+            self._states.attention(self._precision, "scan", sizes["tensor"], sizes[CONTEXT])
+        except UserError as error:
+            return error.what
+        return ""
+
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
         """Return what a plan needs on some hardware. Milliseconds: a search asks for thousands."""
         return self._estimate(_Case(plan, hardware, variant_of(plan, hardware)))
@@ -199,7 +208,7 @@ class Estimator:
     def _kernel_seconds(self, case: _Case) -> tuple[float, float]:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
-        sharded = (*map(plan.size, MODEL_AXES), plan.sharding.zero)
+        sharded = (*map(plan.size, MODEL_AXES), plan.size(CONTEXT), plan.sharding.zero)
         key = (
             case.variant,
             plan.precision,
@@ -227,6 +236,7 @@ class Estimator:
             state.weights,
             self._states.events(plan),
             plan,
+            attention=self._states.exchanges(plan),
             scale=plan.batch.micro_batch_size / SAMPLES,
             num_blocks=self._programs.num_blocks,
             messages=messages,
@@ -317,7 +327,7 @@ class Estimator:
         program = self._gradients.of(plan, case.variant)
         sizes = self._sizes(case, program)
         # A state does not depend on data, but how its gradients are reduced does.
-        key = (state_key(plan), case.variant, plan.batch.micro_batch_size, sizes.reduced_last)
+        key = (state_key(plan), case.variant, sizes.rows, sizes.reduced_last)
         if key not in self._peaks:
             in_place = _part_sums(program, sizes) if _sums_in_place(plan) else 0.0
             self._peaks[key] = peak_of(program.timeline, sizes, in_place)
@@ -332,7 +342,8 @@ class Estimator:
 
     def _sizes(self, case: _Case, program: GradientProgram) -> DeviceSizes:
         plan = case.plan
-        rows = plan.batch.micro_batch_size / SAMPLES
+        # A part of a row is computed, and kept, like a part of a sample.
+        rows = plan.batch.micro_batch_size / SAMPLES / plan.size(CONTEXT)
         # The leaves are those of the program that was traced.
         blocks = self._programs.traced_blocks(plan)
         if blocks != plan.sharding.blocks:

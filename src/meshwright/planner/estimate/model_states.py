@@ -20,12 +20,14 @@ from meshwright.ledgers.placed_program import (
     place_weights,
     read_weights,
 )
-from meshwright.mesh.axes import PIPE
+from meshwright.mesh.axes import CONTEXT, PIPE
 from meshwright.pipeline.place import place_on_stages
 from meshwright.plan import Plan
 from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
 from meshwright.planner.workload.sizes import LeafShares
 from meshwright.program.dims.classes import DimClasses
+from meshwright.program.kernels.context_attention import AttentionLayouts, find_exchanges
+from meshwright.program.on_mesh.sharding_constraints import activation_layouts
 from meshwright.program.trace.layout import Layout
 from meshwright.sharding.decide import place_leaves
 from meshwright.sharding.placement import Placement
@@ -44,6 +46,7 @@ class ModelStates:
         self._tensor = functools.cache(self._choose_tensor)
         self._reads = functools.cache(self._find_reads)
         self._events = functools.cache(self._find_events)
+        self.attention = functools.cache(self._find_attention)
         self._known: dict[Any, PlacedState] = {}
         self._alike: list[tuple[Any, bool]] = []
         self._flat: dict[Any, FlatOptimizer] = {}
@@ -62,6 +65,22 @@ class ModelStates:
     def events(self, plan: Plan) -> list[PlacedEvent]:
         """Return what operations of a plan send over its tensor axis."""
         return self._events(plan.precision, _blocks_or_stages(plan), plan.size("tensor"))
+
+    def exchanges(self, plan: Plan) -> list[AttentionLayouts]:
+        """Return what attention sends over the context axis of a plan."""
+        blocks, tensor = _blocks_or_stages(plan), plan.size("tensor")
+        return self.attention(plan.precision, blocks, tensor, plan.size(CONTEXT))
+
+    def _find_attention(
+        self, precision: Precision, blocks: Blocks | None, tensor: int, context: int
+    ) -> list[AttentionLayouts]:
+        if context == 1:
+            return []
+        classes = self._programs.classes(precision, blocks)
+        sharded = self._tensor(precision, blocks, tensor).sharded_dim
+        layout = activation_layouts(classes, {}, sharded, context)
+        sizes = {"tensor": tensor, CONTEXT: context}
+        return list(find_exchanges(classes, layout, sizes).attention.values())
 
     def _find_events(
         self, precision: Precision, blocks: Blocks | None, size: int

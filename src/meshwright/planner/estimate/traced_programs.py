@@ -158,7 +158,7 @@ def variant_of(plan: Plan, hardware: Hardware) -> Variant:
         # Whatever else is recomputed is the same with and without gathers.
         gathers=gathers_twice(plan) and sharding.remat == "none",
         # Joined or not, products are saved; what is recomputed is the same.
-        rows=plan.size("tensor") == 1 or sharding.remat in ("dots", "full"),
+        rows=plan.size("tensor") == plan.size("context") == 1 or sharding.remat in ("dots", "full"),
         kernels=plan.kernels,
         platform=platform,
     )

@@ -9,13 +9,21 @@ from functools import lru_cache
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
-from meshwright.ledgers.minimum import Needed, Stage, event_needs, stage_needs, weight_needs
+from meshwright.ledgers.minimum import (
+    Needed,
+    Stage,
+    context_needs,
+    event_needs,
+    stage_needs,
+    weight_needs,
+)
 from meshwright.ledgers.placed_program import PlacedEvent, PlacedWeight
-from meshwright.mesh.axes import MODEL_AXES, PIPE
+from meshwright.mesh.axes import CONTEXT, MODEL_AXES, PIPE
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
 from meshwright.planner.workload.gpu_rules import HIDDEN_TRAFFIC
+from meshwright.program.kernels.context_attention import AttentionLayouts
 
 
 def sent_by_stages(
@@ -23,6 +31,7 @@ def sent_by_stages(
     events: Sequence[PlacedEvent],
     plan: Plan,
     *,
+    attention: Sequence[AttentionLayouts] = (),
     scale: float,
     num_blocks: int,
     messages: tuple[float, float],
@@ -42,6 +51,7 @@ def sent_by_stages(
         [
             *_weights_together(weights, plan, stage, own_blocks),
             *event_needs(events, plan, scale, stage),
+            *context_needs(attention, plan, scale),
             *(() if stage is None else stage_needs(stage, plan)),
         ]
         for stage in stages
@@ -82,7 +92,7 @@ def time_traffic(
     traffic: dict[str, AxisTraffic] = {}
     room = compute
     shares = HIDDEN_TRAFFIC.value[plan.sharding.blocks]
-    for axis in dict.fromkeys((*shares, *MODEL_AXES)):
+    for axis in dict.fromkeys((*shares, *MODEL_AXES, CONTEXT)):
         sums = [stage[axis] for stage in by_stage if axis in stage]
         if sums:
             nbytes, seconds = max(sums)

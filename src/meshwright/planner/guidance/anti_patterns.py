@@ -10,10 +10,11 @@ from meshwright.config.batch import microbatches_setting
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE
-from meshwright.mesh.axes import MODEL_AXES, describe_sizes
+from meshwright.mesh.axes import CONTEXT, MODEL_AXES, describe_sizes
 from meshwright.plan import TINY_SHARD, Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.search.candidates import LONG_ROWS
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
 from meshwright.planner.search.what_if import ScalingPoint, enough_devices
 from meshwright.step.loss_warnings import no_mean_text
@@ -24,8 +25,8 @@ NOTABLE = 0.1
 
 
 SLOW_FSDP, TENSOR_ACROSS = "fsdp over a slow network", "tensor parallelism across nodes"
-OVER_SHARDING = "over-sharding"
-OF_MESHES = frozenset({SLOW_FSDP, TENSOR_ACROSS, OVER_SHARDING})
+OVER_SHARDING, SHORT_ROWS = "over-sharding", "dividing short rows"
+OF_MESHES = frozenset({SLOW_FSDP, TENSOR_ACROSS, OVER_SHARDING, SHORT_ROWS})
 """Mistakes of a mesh that was chosen by hand: a search has compared it with those advised."""
 
 
@@ -55,6 +56,7 @@ def find_anti_patterns(
         "statistics of microbatches": _divided_statistics(estimator, estimate),
         "comparisons within microbatches": _divided_comparisons(estimator, estimate),
         OVER_SHARDING: _over_sharded(estimator, estimate),
+        SHORT_ROWS: _short_rows(estimator, estimate),
     }
     return [AntiPattern(name, text) for name, text in found.items() if text]
 
@@ -120,6 +122,17 @@ def _tensor_for_nothing(estimate: Estimate, better: Estimate | None) -> str:
     return (
         f"{describe_sizes(better.plan.mesh)} fits without it and is faster: tensor="
         f"{estimate.plan.size('tensor')} costs {extra:.1%} more"
+    )
+
+
+def _short_rows(estimator: Estimator, estimate: Estimate) -> str:
+    size, tokens = estimate.plan.size(CONTEXT), estimator.tokens_per_sample
+    if size == 1 or tokens >= LONG_ROWS:
+        return ""
+    return (
+        f"context={size} divides rows of {tokens:,} tokens, and each attention waits for an "
+        f"exchange. From {LONG_ROWS:,} tokens it pays; here fsdp or data would send less: "
+        f"{Setting('mesh.context', 1)}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware, load_chips
-from meshwright.mesh.axes import AXES, MESH_AXES, MODEL_AXES, PIPE, describe_sizes
+from meshwright.mesh.axes import AXES, CONTEXT, MESH_AXES, MODEL_AXES, PIPE, describe_sizes
 from meshwright.plan import Plan
 from meshwright.planner.devices.local_hardware import SHARED
 from meshwright.planner.estimate.estimate import Estimate
@@ -113,7 +113,7 @@ def _axes(estimator: Estimator, result: SearchResult, *, fits: bool) -> Iterator
         yield "There is one device, so nothing is sharded."
     if plan.size("data") > 1:
         yield _data(result.best, fits=fits)
-    for axis in MODEL_AXES:
+    for axis in (*MODEL_AXES, CONTEXT):
         if plan.size(axis) > 1:
             yield f"{does(estimator, plan, axis)}. {without(estimator, result, axis)}"
 
@@ -121,7 +121,7 @@ def _axes(estimator: Estimator, result: SearchResult, *, fits: bool) -> Iterator
 def does(estimator: Estimator, plan: Plan, axis: str) -> str:
     """Return what an axis of a plan does: how much it shards, if that is not all it could."""
     size, what = plan.size(axis), MESH_AXES[axis].does
-    share = 1.0 if axis == PIPE else estimator.sharded_share(plan, axis)
+    share = 1.0 if axis in (PIPE, CONTEXT) else estimator.sharded_share(plan, axis)
     if axis == "fsdp" and plan.sharding.zero < 3:
         what = f"shards {'gradients and ' if plan.sharding.zero == 2 else ''}optimizer state"
     if share < MOSTLY:
@@ -235,7 +235,7 @@ def reason_for(
     fastest = all(each.time.step >= best.time.step for each in result.plans)
     speed = "and is fastest" if fastest else "and nothing simpler is as fast"
     cause = speed if fits_alone else "because a whole copy does not fit on one device"
-    used = [axis for axis in MODEL_AXES if axis in mesh]
+    used = [axis for axis in (*MODEL_AXES, CONTEXT) if axis in mesh]
     if set(used) <= set(fixed):
         cause = "as you asked"
     return f"{' and '.join(does(estimator, estimate.plan, axis) for axis in used)}, {cause}"

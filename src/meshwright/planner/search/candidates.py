@@ -13,7 +13,7 @@ from meshwright.config.batch import DEFAULT_MICRO_BATCH_SIZE, Batch
 from meshwright.config.schema import Config, KernelChoice, Precision, Remat, ShardingConfig
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE, Hardware
-from meshwright.mesh.axes import AXES, BATCH_AXES, INFER, shown_sizes
+from meshwright.mesh.axes import AXES, BATCH_AXES, CONTEXT, INFER, shown_sizes
 from meshwright.plan import Plan, mesh_sizes, precision, resolve_mesh
 from meshwright.text.units import counted
 
@@ -76,8 +76,17 @@ class Variant:
     num_chunks: int = 1
 
 
-def all_sizes(num_devices: int, fixed: Sizes) -> Iterator[dict[str, int]]:
-    """Yield every mesh of this many devices with the fixed sizes, in canonical order of axes."""
+LONG_ROWS = 8192
+"""Rows of fewer tokens are not divided: attention sends more than it saves."""
+
+
+def all_sizes(num_devices: int, fixed: Sizes, *, tokens: int = 0) -> Iterator[dict[str, int]]:
+    """Yield every mesh of this many devices with the fixed sizes, in canonical order of axes.
+
+    Only rows of many ``tokens`` are divided.
+    """
+    if tokens < LONG_ROWS:
+        fixed = {CONTEXT: 1, **fixed}
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     choices = {axis: [fixed[axis]] if axis in fixed else divisors for axis in AXES}
     first, *others = AXES
@@ -89,7 +98,7 @@ def all_sizes(num_devices: int, fixed: Sizes) -> Iterator[dict[str, int]]:
 
 def reduces_once(task: PlanTask, sizes: Sizes) -> bool:
     """Whether gradients can wait for the last microbatch: a device needs room for whole ones."""
-    return sizes["fsdp"] == 1 or task.sharding.zero == 1
+    return sizes.get(CONTEXT, 1) == 1 and (sizes["fsdp"] == 1 or task.sharding.zero == 1)
 
 
 def micro_batch_sizes(task: PlanTask, sizes: Sizes, variant: Variant) -> list[int]:

@@ -11,7 +11,7 @@ from meshwright.config.batch import nearest_divisors
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import Hardware
-from meshwright.mesh.axes import AXES, describe_sizes, shown_sizes
+from meshwright.mesh.axes import AXES, CONTEXT, describe_sizes, shown_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import (
@@ -122,6 +122,15 @@ def _batch(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
     return f"the {own} samples of each replica do not allow {asked}{_dividing(task, own)}"
 
 
+def _context(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
+    size = sizes.get(CONTEXT, 1)
+    if size == 1:
+        return ""
+    if sizes["pipe"] > 1 or (task.fixed.sync_gradients_every or 1) > 1:
+        return f"context={size} divides rows, which stages and delayed reductions need whole"
+    return estimator.row_obstacle(sizes)
+
+
 def _undivided(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
     """Refuse an fsdp axis that divides no dim: it would cost what it saves nothing for."""
     size = sizes["fsdp"]
@@ -139,6 +148,7 @@ _CHECKS: dict[Callable[[Estimator, PlanTask, Sizes], str], Kind] = {
     _division: "division",
     _topology: "topology",
     _batch: "batch",
+    _context: "division",
     _undivided: "division",
 }
 """What returns why a mesh cannot be used, empty if it can, in the order in which they are asked."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -98,10 +98,14 @@ class _Search:
     show_progress: Callable[[str], None]
     known: dict[_Key, Estimate] = field(default_factory=dict[_Key, Estimate])
 
+    def _sizes(self) -> Iterator[Sizes]:
+        tokens = self.estimator.tokens_per_sample
+        return all_sizes(self.task.hardware.count, self.task.fixed.mesh, tokens=tokens)
+
     def run(self, meshes: Iterable[Sizes] | None) -> SearchResult:
         task, obstacles = self.task, list[Rejection]()
         usable = list[Sizes]()
-        for sizes in meshes or all_sizes(task.hardware.count, task.fixed.mesh):
+        for sizes in meshes or self._sizes():
             obstacle = find_obstacle(self.estimator, task, sizes)
             if obstacle is None:
                 usable.append(sizes)

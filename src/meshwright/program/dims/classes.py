@@ -86,6 +86,7 @@ class DimClasses:
         inside_heads: classes that those products contract: the dim of a head, the sequence.
         channels: classes of convolution channels.
         events: what would cost communication, in program order.
+        mixed: classes that a product of data with data keeps, another sums over, and no kernel has.
     """
 
     root: ProgramDims
@@ -95,6 +96,29 @@ class DimClasses:
     inside_heads: frozenset[int]
     channels: frozenset[int]
     events: tuple[ShardingEvent, ...]
+    mixed: frozenset[int] = frozenset()
+
+    @cached_property
+    def sequence(self) -> frozenset[int]:
+        """Classes of the positions of a row: the dims that attention sums over.
+
+        Of positions in chunks, it is the class that counts chunks.
+        """
+        others = self.batch | _ids(d for leaf in self.leaves if leaf.is_kernel for d in leaf.dims)
+        major, minor = set[int](), set[int]()
+        for program in all_programs(self.root):
+            for variable, value in program.values.items():
+                for dim in program.dims(variable) if value.has_data else ():
+                    ids = [factor.id for factor in dim]
+                    if self.mixed.intersection(ids) and ids[0] not in others:
+                        major.add(ids[0])
+                        minor.update(ids[1:])
+        return frozenset(major - minor)
+
+    def positions(self, program: ProgramDims, atom: Atom) -> list[int]:
+        """Return the dims of a value of a program that are the positions of rows."""
+        dims = () if isinstance(atom, Constant) else program.dims(atom)
+        return [n for n, dim in enumerate(dims) if dim and dim[0].id in self.sequence]
 
     @cached_property
     def weights(self) -> tuple[LeafDims, ...]:
@@ -221,7 +245,15 @@ def find_dim_classes(program: ClosedJaxpr, labels: Sequence[LeafLabel]) -> DimCl
         inside_heads=inside_heads,
         channels=class_ids(walk.log.channels) - batch,
         events=tuple(walk.log.events),
+        mixed=_mixed(walk.log, leaves) - batch,
     )
+
+
+def _mixed(log: Log, leaves: Sequence[LeafDims]) -> frozenset[int]:
+    """Return the classes that one product of data with data keeps and another sums over."""
+    of_kernels = _ids(dim for leaf in leaves if leaf.is_kernel for dim in leaf.dims)
+    summed = class_ids(d for product in log.products for d in product.contracted)
+    return summed & class_ids(d for product in log.products for d in product.free) - of_kernels
 
 
 def _uses(log: Log) -> Mapping[int, Mapping[KernelUse, frozenset[int]]]:

@@ -5,11 +5,14 @@ Calls, loops, branches and checkpoints are entered, so that rules see the equati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 
 import jax
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.mesh.axes import entry_names
 from meshwright.program.evaluate.weight_uses import NO_WEIGHTS, Weights
 from meshwright.program.jaxpr.equations import (
     CALLS,
@@ -120,11 +123,24 @@ class Environment:
 
 def constrained(variable: Var, value: Value, constraints: Mapping[Var, NamedSharding]) -> Value:
     """Return the value of a variable with its sharding constraint, if it has one."""
-    return (
-        jax.lax.with_sharding_constraint(value, constraints[variable])
-        if variable in constraints
-        else value
-    )
+    return constrain(value, constraints[variable]) if variable in constraints else value
+
+
+def constrain(value: Value, sharding: NamedSharding) -> Value:
+    """Return a value with a sharding constraint; a dim that does not divide is padded for it.
+
+    The compiler pads it once for all values around it, and moves nothing.
+    """
+    free, sizes = PartitionSpec.UNCONSTRAINED, sharding.mesh.shape
+    named = [() if entry is free else entry_names(entry) for entry in sharding.spec]
+    parts = [math.prod(sizes[axis] for axis in names) for names in named]
+    padding = [-size % count for size, count in zip(value.shape, parts, strict=False)]
+    if not any(padding):
+        return jax.lax.with_sharding_constraint(value, sharding)
+    rest = [0] * (value.ndim - len(padding))
+    padded = jnp.pad(value, [(0, after) for after in (*padding, *rest)])
+    padded = jax.lax.with_sharding_constraint(padded, sharding)
+    return jax.lax.slice(padded, (0,) * value.ndim, value.shape)
 
 
 class Evaluator:

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from meshwright.mesh.axes import CONTEXT
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Atom, Value, Var, aval_of
 
@@ -131,10 +132,12 @@ class Weights:
             return prepare(weight), None
 
         def backward(_: None, cotangent: Any) -> tuple[Any]:
-            if whole is not None:
+            if mesh is not None and whole is not None:
                 # Whole first: otherwise the partitioner may move activations to the devices that
                 # hold the pieces of the gradient, instead of reducing partial sums.
-                cotangent = jax.lax.with_sharding_constraint(cotangent, whole)
+                # Positions that are sharded as well would then be summed whole, before the scatter.
+                if mesh.auto_axes.get(CONTEXT, 1) == 1:
+                    cotangent = jax.lax.with_sharding_constraint(cotangent, whole)
                 cotangent = jax.lax.with_sharding_constraint(cotangent, sharded)
             return (cotangent,)
 

@@ -118,7 +118,7 @@ class _Work:
     def _mapped(self, run: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """Run a function of this class on each device's rows."""
         match = self.match
-        rows = PartitionSpec(*(self.kernel.layout or ())[:1]) if self._axes else None
+        rows = PartitionSpec(*(self.kernel.layout or ())[: match.rows]) if self._axes else None
         by_row = [False, *(False for _ in match.whole), *(True for _ in match.by_row)]
         graded = [v for v, g in zip(match.outputs, self.kernel.graded, strict=True) if g]
         extra = [bool(aval_of(v).shape) for v in graded][: len(operands) - len(by_row) - 1]

@@ -10,11 +10,18 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import KernelChoice
+from meshwright.mesh.axes import CONTEXT
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.walk import ProgramDims
-from meshwright.program.jaxpr.equations import Equation, Var
+from meshwright.program.jaxpr.equations import Equation, Var, aval_of
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.chunked_loss import LossKernel, is_fused
+from meshwright.program.kernels.context_attention import (
+    NO_EXCHANGES,
+    AttentionLayouts,
+    ContextExchanges,
+    LayoutOf,
+)
 from meshwright.program.kernels.fused_attention import AttentionKernel, check_cudnn
 from meshwright.program.kernels.match_attention import match_attention, softmaxes
 from meshwright.program.kernels.match_loss import (
@@ -75,16 +82,16 @@ class KernelSearch:
     planned: bool = False
 
 
-LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
-"""Returns how a variable is sharded over the mesh; None if it is not."""
-
-
 def unsharded(program: ProgramDims, variable: Var) -> None:
     """Return the layout of a variable on one device, or of one device's own samples."""
 
 
 def find_kernels(
-    traced: TracedLoss, classes: DimClasses, layout: LayoutOf, search: KernelSearch
+    traced: TracedLoss,
+    classes: DimClasses,
+    layout: LayoutOf,
+    search: KernelSearch,
+    exchanges: ContextExchanges = NO_EXCHANGES,
 ) -> Kernels:
     """Find the regions of a loss that kernels replace.
 
@@ -93,10 +100,11 @@ def find_kernels(
         classes: the dims of its variables.
         layout: how activations are sharded over the mesh.
         search: which kernels.
+        exchanges: what attention exchanges over the context axis.
     """
     if search.choice == "none" or (search.choice == "auto" and search.platform == "cpu"):
         return NO_KERNELS
-    finder = _Finder(layout, search)
+    finder = _Finder(layout, search, exchanges)
     consts = dict(zip(traced.closed.jaxpr.constvars, traced.closed.consts, strict=True))
     for scope in scopes(classes.root, consts):
         finder.search(scope)
@@ -114,8 +122,8 @@ def find_kernels(
 
 
 class _Finder:
-    def __init__(self, layout: LayoutOf, search: KernelSearch) -> None:
-        self.layout, self.kernels = layout, search
+    def __init__(self, layout: LayoutOf, search: KernelSearch, exchanges: ContextExchanges) -> None:
+        self.layout, self.kernels, self.exchanges = layout, search, exchanges
         self.regions: list[Region] = []
         self.uses: list[Substitution] = []
         self.dead: set[Var] = set()
@@ -166,10 +174,14 @@ class _Finder:
         operands = match.operands
         inputs = (operands.query, operands.key, operands.value)
         inputs = inputs if operands.mask is None else (*inputs, operands.mask)
-        layouts = {v: self.layout(scope.program, v) for v in (*inputs, match.output)}
-        sharded = {v: spec for v, spec in layouts.items() if spec is not None}
-        if sharded:
-            _check_layouts(operands, match.output, sharded)
+        placed = self.exchanges.attention.get(match.output)
+        if placed is None:
+            layouts = [self.layout(scope.program, v) for v in (*inputs, match.output)]
+        else:
+            self._check_rows(operands.query, placed.query)
+            layouts = _on_context(operands, placed)
+        if any(spec is not None for spec in layouts):
+            _check_layouts(operands, layouts)
         name = "cudnn" if self.kernels.choice == "auto" else "xla"
         if name == "cudnn":
             check_cudnn(operands, self.kernels.platform, planned=self.kernels.planned)
@@ -179,9 +191,16 @@ class _Finder:
             inputs,
             (match.output,),
             scope.graph.place(match.eqns, inputs, [match.output]),
-            AttentionKernel(name, operands, sharded, self.kernels.planned),
+            AttentionKernel(name, operands, tuple(layouts), placed, self.kernels.planned),
             str(operands.allowed),
         )
+
+    def _check_rows(self, hidden: Var, layout: PartitionSpec | None) -> None:
+        """Raise if devices have different numbers of positions."""
+        size = self.exchanges.size
+        for length, entry in zip(aval_of(hidden).shape, layout or (), strict=False):
+            if entry == CONTEXT and length % size:
+                raise NotReplaced(f"rows of {length} positions are not divisible by context={size}")
 
     def _loss(self, graph: Graph, program: ProgramDims, product: Equation) -> Region:
         match = match_loss(graph, product)
@@ -190,6 +209,7 @@ class _Finder:
         trained = frozenset(v for v in match.others if is_differentiable(program, v))
         fused = is_fused(match, graded)
         layout = self.layout(program, match.hidden)
+        self._check_rows(match.hidden, layout)
         return Region(
             module_name([product]),
             match.eqns,
@@ -217,21 +237,32 @@ def _rowwise(
     )
 
 
-def _check_layouts(
-    operands: AttentionOperands, output: Var, specs: Mapping[Var, PartitionSpec]
-) -> None:
-    """Raise unless only samples and heads are sharded, alike for all operands."""
-    ordered = {
-        "query": _entries(specs.get(operands.query), operands.query_dims),
-        "key": _entries(specs.get(operands.key), operands.key_dims),
-        "value": _entries(specs.get(operands.value), operands.value_dims),
-    }
+def _on_context(operands: AttentionOperands, placed: AttentionLayouts) -> list[PartitionSpec]:
+    """Return the layouts of the operands and the result where positions are exchanged."""
+    layouts = [placed.query, placed.key, placed.value]
+    if operands.mask is not None:
+        axes = [*_entries(placed.query, operands.query_dims)[:-1], None]
+        dims = zip(aval_of(operands.mask).shape, operands.mask_dims, strict=True)
+        of_mask = [None if at is None or size == 1 else axes[at] for size, at in dims]
+        layouts.append(PartitionSpec(*of_mask))
+    return [*layouts, placed.output]
+
+
+def _check_layouts(operands: AttentionOperands, specs: Sequence[PartitionSpec | None]) -> None:
+    """Raise unless samples and heads are sharded alike, and besides them the queries' positions."""
     inverse = [operands.output_dims.index(n) for n in range(len(operands.output_dims))]
-    ordered["output"] = _entries(specs.get(output), inverse)
+    orders = {
+        "query": operands.query_dims,
+        "key": operands.key_dims,
+        "value": operands.value_dims,
+        "output": inverse,
+    }
     count = operands.num_batch
-    first = ordered["query"][:count]
-    for name, entries in ordered.items():
-        if entries[:count] != first or any(entries[count:]):
+    first = _entries(specs[0], operands.query_dims)
+    for (name, order), spec in zip(orders.items(), (*specs[:3], specs[-1]), strict=True):
+        entries = _entries(spec, order)
+        rows = CONTEXT if name in ("query", "output") and first[count] == CONTEXT else None
+        if entries[:count] != first[:count] or entries[count] != rows or any(entries[count + 1 :]):
             raise NotReplaced(f"the mesh shards its {name} along other dims than samples and heads")
 
 

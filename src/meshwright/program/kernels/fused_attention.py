@@ -15,11 +15,13 @@ from jax.nn import dot_product_attention
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import first_line
-from meshwright.program.evaluate.evaluator import Environment
+from meshwright.mesh.axes import CONTEXT
+from meshwright.program.evaluate.evaluator import Environment, constrain
 from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.evaluate.weight_uses import HALF
-from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.jaxpr.equations import Value, aval_of
 from meshwright.program.kernels.attention_operands import AttentionOperands
+from meshwright.program.kernels.context_attention import AttentionLayouts
 from meshwright.program.kernels.masks import Allowed
 from meshwright.program.kernels.regions import NotReplaced, Region
 
@@ -41,13 +43,15 @@ class AttentionKernel:
     Attributes:
         name: ``cudnn`` or ``xla``.
         operands: what it reads.
-        layouts: by variable, how it is sharded over the mesh; empty on one device.
+        layouts: how its inputs and its result are sharded over the mesh; None where they are not.
+        exchange: how positions are exchanged over the context axis; None if they are not.
         planned: whether it is only traced, for a plan on devices that are not present.
     """
 
     name: str
     operands: AttentionOperands
-    layouts: dict[Var, PartitionSpec]
+    layouts: tuple[PartitionSpec | None, ...]
+    exchange: AttentionLayouts | None = None
     planned: bool = False
 
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
@@ -55,14 +59,21 @@ class AttentionKernel:
         form = cudnn_attention if self.name == "cudnn" and env.evaluator.weights.casts else None
         form = planned_attention if form and self.planned else form
         attend = (form or xla_attention)(self.operands.allowed, self.operands.scale)
-        run = partial(run_attention, self.operands, attend)
         inputs = [env.read(variable) for variable in region.inputs]
-        specs = [self.layouts.get(v) for v in (*region.inputs, *region.outputs)]
-        return [run_locally(run, inputs, specs[:-1], specs[-1], mesh)]
+        exchange = self.exchange
+        own = exchange is not None and not exchange.by_heads
+        run = partial(run_attention, self.operands, attend, own_rows=own)
+        result = run_locally(run, inputs, self.layouts[:-1], self.layouts[-1], mesh)
+        return [result if exchange is None else constrain(result, mesh.sharding(exchange.rows))]
 
 
-def run_attention(operands: AttentionOperands, attend: Attend, *arrays: Any) -> Any:
-    """Evaluate attention on arrays with the dims of the program."""
+def run_attention(
+    operands: AttentionOperands, attend: Attend, *arrays: Any, own_rows: bool = False
+) -> Any:
+    """Evaluate attention on arrays with the dims of the program.
+
+    With ``own_rows``, queries are those of this device's positions, and keys those of all.
+    """
     query, key, value = arrays[:3]
     count = operands.num_batch
     query = jnp.transpose(query, operands.query_dims)
@@ -80,9 +91,12 @@ def run_attention(operands: AttentionOperands, attend: Attend, *arrays: Any) -> 
 
     key, value = of_keys(key, operands.key_dims), of_keys(value, operands.value_dims)
     mask = None
+    first = jax.lax.axis_index(CONTEXT) * length if own_rows else 0
     if operands.mask is not None:
         mask = _rows_and_keys(operands, arrays[3], batch, length)
-        mask &= _band(operands.allowed, mask.shape[-2:])
+        mask &= _band(operands.allowed, mask.shape[-2:], first)
+    elif own_rows and (operands.allowed.causal or operands.allowed.window is not None):
+        mask = _band(operands.allowed, (length, key.shape[1]), first)[None, None]
     out = attend(query, key, value, mask)
     out = out.reshape(*batch, length, *heads, *groups, out.shape[-1])
     return jnp.transpose(jnp.moveaxis(out, count - head, count), operands.output_dims)
@@ -287,8 +301,8 @@ def xla_attention(allowed: Allowed, scale: float) -> Attend:
     return attend
 
 
-def _band(allowed: Allowed, shape: tuple[int, ...]) -> Any:
-    """Return which keys [S] queries [T] may attend to, by their distance."""
-    distance = jnp.arange(shape[0])[:, None] - jnp.arange(shape[1])[None, :]
+def _band(allowed: Allowed, shape: tuple[int, ...], first: Any = 0) -> Any:
+    """Return which keys [S] queries [T], from position `first`, may attend to, by distance."""
+    distance = first + jnp.arange(shape[0])[:, None] - jnp.arange(shape[1])[None, :]
     visible = distance >= 0 if allowed.causal else jnp.ones(shape, bool)
     return visible if allowed.window is None else visible & (distance < allowed.window)

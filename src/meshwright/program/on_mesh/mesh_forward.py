@@ -25,6 +25,7 @@ from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import GatherSpecs, Weights, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES, Float64
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of, bind
+from meshwright.program.kernels.context_attention import NO_EXCHANGES, ContextExchanges
 from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
 from meshwright.program.on_mesh.layer_scans import LayerScans
 from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
@@ -32,6 +33,7 @@ from meshwright.program.on_mesh.loop_reads import NO_LOOP_READS, LoopReads
 from meshwright.program.on_mesh.loop_weights import LoopWeights
 from meshwright.program.on_mesh.mesh_rules import (
     AddWeights,
+    ExchangePositions,
     GroupedConvolutions,
     KernelRule,
     WeightGradients,
@@ -55,6 +57,7 @@ class ProgramLayouts:
         loop_reads: operations that read weights in loops, and treat samples by themselves.
         weights: variables of the program that depend on weights alone.
         kernels: regions of the program that kernels evaluate.
+        exchanges: what attention exchanges over the context axis.
     """
 
     activations: Mapping[Var, PartitionSpec] = field(default_factory=dict[Var, PartitionSpec])
@@ -63,6 +66,7 @@ class ProgramLayouts:
     loop_reads: LoopReads = NO_LOOP_READS
     weights: frozenset[Var] = frozenset()
     kernels: Kernels = NO_KERNELS
+    exchanges: ContextExchanges = NO_EXCHANGES
 
 
 class Forward:
@@ -158,6 +162,7 @@ def mesh_evaluator(
     rules = [
         *first,
         KernelRule(mesh, kernels, shardings),
+        ExchangePositions(mesh, layouts.exchanges.equations),
         cast_leaf,
         GroupedConvolutions(mesh, frozenset(layouts.local_ops)),
         LocalOps(mesh, layouts.local_ops),

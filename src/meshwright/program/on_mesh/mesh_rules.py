@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.program.evaluate.evaluator import Environment, constrained
-from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.mesh.axes import CONTEXT
+from meshwright.program.evaluate.evaluator import Environment, constrain, constrained
+from meshwright.program.evaluate.mesh_view import MeshView, axes_of
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import (
@@ -24,9 +27,13 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
 )
+from meshwright.program.kernels.context_attention import Exchange
 from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.grouped_convolutions import grouped_layout, is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
+
+EXCHANGED = "exchanged"
+"""The name by which remat policies recognize what devices exchanged for attention."""
 
 _ADDS = frozenset({"add", "sub"})
 """Primitives that broadcast dims of size 1, and whose gradients need no operand."""
@@ -207,6 +214,51 @@ def record_prepared(eqn: Equation, results: Sequence[Value], env: Environment) -
     """Store the result of rearranging a weight as prepared, and return it rounded as traced."""
     env.prepared[eqn.outvars[0]] = results[0]
     return [results[0].astype(aval_of(eqn.outvars[0]).dtype)]
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePositions:
+    """Exchanges positions for heads, or gathers them, where equations mix positions.
+
+    Attributes:
+        mesh: where the program runs.
+        exchanges: what they exchange, by first result.
+    """
+
+    mesh: MeshView
+    exchanges: Mapping[Var, Exchange]
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate an equation with its operands and result laid out; None for others."""
+        exchange = self.exchanges.get(eqn.outvars[0]) if eqn.outvars else None
+        if exchange is None:
+            return None
+        operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
+        for number, specs in exchange.operands.items():
+            gradient = exchange.gradients.get(number)
+            if gradient is None:
+                operands[number] = self._constrain(operands[number], specs)
+            else:
+                operands[number] = self._with_gradient(operands[number], specs, gradient)
+        results = env.evaluator.continue_after(self, eqn, env.with_operands(eqn, operands))
+        return [self._constrain(results[0], exchange.result), *results[1:]]
+
+    def _with_gradient(
+        self, value: Value, specs: Sequence[PartitionSpec], gradient: Sequence[PartitionSpec]
+    ) -> Value:
+        run = jax.custom_vjp(lambda value: self._constrain(value, specs))
+        run.defvjp(
+            lambda value: (self._constrain(value, specs), None),
+            lambda _, cotangent: (self._constrain(cotangent, gradient),),
+        )
+        return run(value)
+
+    def _constrain(self, value: Value, specs: Sequence[PartitionSpec]) -> Value:
+        for spec in specs:
+            value = constrain(value, self.mesh.sharding(spec))
+        # Blocks save what they exchange, unless it is gathered: then they gather it again.
+        is_part = specs and CONTEXT in axes_of(specs[-1:])
+        return checkpoint_name(value, EXCHANGED) if is_part else value
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshwright.mesh.axes import AXES, BATCH_AXES, PIPE, resolve_alias
+from meshwright.mesh.axes import AXES, BATCH_AXES, CONTEXT, PIPE, resolve_alias
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.factors import DimFactor
 from meshwright.program.dims.walk import ProgramDims, all_programs
@@ -62,26 +62,36 @@ def _crossing(program: ProgramDims) -> Iterator[Var]:
 
 
 def activation_layouts(
-    classes: DimClasses, batch_axes: Mapping[str, int], tensor_dim: TensorDim
+    classes: DimClasses, batch_axes: Mapping[str, int], tensor_dim: TensorDim, context: int = 1
 ) -> LayoutOf:
     """Return what gives the layout of an activation, or None if its samples cannot be sharded.
+
+    Rows are sharded over the context axis. What relates positions to each other, as scores and
+    masks do, is left to what attention reads.
 
     Args:
         classes: the dims of the program's variables.
         batch_axes: the mesh axes that samples are sharded over, and their sizes.
         tensor_dim: which dim is sharded over the tensor axis.
+        context: the size of the context axis.
     """
     replicas = math.prod(batch_axes.values())
 
     def layout(program: ProgramDims, variable: Var) -> PartitionSpec | None:
         dims = program.dims(variable)
         entries: list[str | tuple[str, ...] | None] = [None] * len(dims)
+        rows = classes.positions(program, variable) if context > 1 else []
+        if len(rows) > 1:
+            return None
         for number, factors in enumerate(dims):
             if factors and factors[0].id in classes.batch and factors[0].size % replicas == 0:
                 entries[number] = tuple(batch_axes)
                 break
         else:
-            return None
+            if replicas > 1 or not rows:
+                return None
+        for number in rows:
+            entries[number] = CONTEXT
         sharded = tensor_dim(dims)
         if sharded is not None and entries[sharded] is None:
             entries[sharded] = "tensor"

@@ -12,12 +12,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-import jax
 from jax.sharding import PartitionSpec
 
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.walk import ProgramDims, all_programs
-from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.evaluator import Environment, constrain
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var
 from meshwright.program.kernels.find_kernels import LayoutOf
@@ -92,9 +91,8 @@ class SharedInputs:
             return None
         if one.variable not in env.copies:
             # A constraint is an operation of its own, with a gradient of its own.
-            env.copies[one.variable] = jax.lax.with_sharding_constraint(
-                env.value(one.variable), self.mesh.sharding(one.spec)
-            )
+            copy = constrain(env.value(one.variable), self.mesh.sharding(one.spec))
+            env.copies[one.variable] = copy
         operands = [
             env.copies[one.variable] if atom is one.variable else value
             for atom, value in zip(

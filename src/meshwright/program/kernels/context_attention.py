@@ -1,0 +1,494 @@
+"""Attention whose positions are sharded over the context axis: what is exchanged, and where.
+
+Two products mix positions: that of queries and keys, and that of weights and values. For them,
+devices exchange positions for heads (each has all positions of some heads), or each gathers the
+keys and values of all positions for its own queries. What else a model does with positions, the
+compiler divides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from meshwright.errors import Setting, UserError
+from meshwright.mesh.axes import CONTEXT, TENSOR, entry_names
+from meshwright.program.dims.classes import DimClasses
+from meshwright.program.dims.op import nbytes_of
+from meshwright.program.dims.walk import ProgramDims, all_programs
+from meshwright.program.jaxpr.equations import (
+    Equation,
+    Literal,
+    Var,
+    aval_of,
+    name_stack,
+    scan_counts,
+)
+from meshwright.program.jaxpr.names import module_of
+from meshwright.program.kernels.attention_operands import free_dims
+from meshwright.program.kernels.regions import Substitution, describe
+
+LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
+"""Returns how a variable is sharded over the mesh; None if it is not."""
+
+_REPEATS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze"})
+"""Operations by which query heads that share a key head get one each."""
+
+_REDUCES = ("reduce_", "arg", "cum")
+
+
+@dataclass(frozen=True)
+class AttentionLayouts:
+    """How an attention is sharded while it is computed.
+
+    Attributes:
+        module: where it is.
+        length: the positions of a row.
+        by_heads: whether positions are exchanged for heads; else keys and values are gathered.
+        why: how much less it sends than the other way, or why there is none.
+        query: the layout of its queries.
+        key: that of its keys.
+        value: that of its values.
+        output: that of its result.
+        rows: that of its result once positions are sharded again.
+        sent: kinds of collectives, the bytes of the array that each exchanges of a microbatch, and
+            whether it belongs to the forward pass.
+        times: how often loops run it.
+    """
+
+    module: str
+    length: int
+    by_heads: bool
+    why: str
+    query: PartitionSpec
+    key: PartitionSpec
+    value: PartitionSpec
+    output: PartitionSpec
+    rows: PartitionSpec
+    sent: tuple[tuple[str, float, bool], ...]
+    times: int
+
+    @property
+    def use(self) -> Substitution:
+        """How it is evaluated, in words."""
+        how = "exchanges positions for heads" if self.by_heads else "gathers keys and values"
+        return Substitution("attention", self.module, f"{how}, {self.why}")
+
+
+Layouts = tuple[PartitionSpec, ...]
+"""Layouts that a value gets one after the other."""
+
+
+@dataclass
+class Exchange:
+    """The layouts of an equation's operands and result.
+
+    Attributes:
+        operands: by number.
+        gradients: those of an operand's gradient, where they are not the same ones, backwards.
+        result: those of its result.
+    """
+
+    operands: dict[int, Layouts] = field(default_factory=dict[int, Layouts])
+    gradients: dict[int, Layouts] = field(default_factory=dict[int, Layouts])
+    result: Layouts = ()
+
+
+@dataclass(frozen=True)
+class ContextExchanges:
+    """What is exchanged over the context axis.
+
+    Attributes:
+        equations: by first result.
+        attention: by result of the product with values.
+        size: the size of the axis.
+    """
+
+    equations: Mapping[Var, Exchange] = field(default_factory=dict[Var, Exchange])
+    attention: Mapping[Var, AttentionLayouts] = field(default_factory=dict[Var, AttentionLayouts])
+    size: int = 1
+
+    def describe(self) -> list[str]:
+        """Return how rows are divided, and how attention works, a sentence each."""
+        lengths = sorted({placed.length for placed in self.attention.values()}, reverse=True)
+        own = [-(-length // self.size) for length in lengths]
+        rows = [
+            f"rows of {length:,} positions: {part:,} on each device"
+            + (f", {part * self.size - length:,} of them empty" if length % self.size else "")
+            for length, part in zip(lengths, own, strict=True)
+        ]
+        return [*rows, *describe([placed.use for placed in self.attention.values()])]
+
+
+NO_EXCHANGES = ContextExchanges()
+
+
+def find_exchanges(
+    classes: DimClasses, layout: LayoutOf, sizes: Mapping[str, int]
+) -> ContextExchanges:
+    """Return what attention exchanges over the context axis.
+
+    Args:
+        classes: the dims of the program's variables.
+        layout: how activations are sharded over the mesh.
+        sizes: axis sizes of the mesh.
+    """
+    size = sizes.get(CONTEXT, 1)
+    found = ContextExchanges({}, {}, size)
+    if size == 1:
+        return found
+    if not classes.sequence:
+        raise _no_positions(classes, size)
+    for program in all_programs(classes.root):
+        _refuse_loops(classes, program, size)
+        for product in _score_products(classes, program):
+            attention = _follow(classes, program, product)
+            if attention is None:
+                raise _unknown(product, size)
+            _place(_Placing(classes, program, layout, sizes), attention, found)
+    return found
+
+
+class _Attention(NamedTuple):
+    """The two products of an attention.
+
+    Attributes:
+        scores: the product of queries and keys.
+        key_side: which of its operands is the key.
+        values: the product of weights and values.
+        weights_side: which of its operands is the weights.
+        dims: where each dim of the scores is in the weights; None if it is not.
+    """
+
+    scores: Equation
+    key_side: int
+    values: Equation
+    weights_side: int
+    dims: tuple[int | None, ...]
+
+
+def _score_products(classes: DimClasses, program: ProgramDims) -> Iterator[Equation]:
+    """Yield the products that relate positions to positions."""
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and all(
+            not isinstance(atom, Literal)
+            and program.values[atom].has_data
+            and set(classes.positions(program, atom)) & set(free_dims(eqn, side))
+            for side, atom in enumerate(eqn.invars)
+        ):
+            yield eqn
+
+
+def _follow(classes: DimClasses, program: ProgramDims, product: Equation) -> _Attention | None:
+    """Follow scores to the product with values; None if they take another way."""
+    of_operands = _result_sides(product)
+    positions = classes.positions(program, product.outvars[0])
+    tracked: dict[Var, tuple[int | None, ...]] = {
+        product.outvars[0]: tuple(range(len(of_operands)))
+    }
+    eqns = program.jaxpr.eqns
+    for eqn in eqns[eqns.index(product) + 1 :]:
+        for side, atom in enumerate(eqn.invars):
+            if isinstance(atom, Literal) or atom not in tracked:
+                continue
+            dims = tracked[atom]
+            if eqn.primitive.name == "dot_general":
+                summed = eqn.params["dimension_numbers"][0][side]
+                keys = [n for n in positions if dims[n] in summed]
+                if len(keys) == 1:
+                    return _Attention(product, of_operands[keys[0]], eqn, side, dims)
+                return None
+            if eqn.primitive.name.startswith(_REDUCES):
+                continue
+            moved = [_moved(eqn, side, d) for d in dims]
+            if all(moved[n] is not None for n in positions):
+                tracked[eqn.outvars[0]] = tuple(moved)
+    return None
+
+
+def _result_sides(product: Equation) -> list[int | None]:
+    """Return for each dim of a product's result the operand that it is from; None for both."""
+    batch = product.params["dimension_numbers"][1]
+    return [*[None] * len(batch[0]), *(side for side in (0, 1) for _ in free_dims(product, side))]
+
+
+def _moved(eqn: Equation, side: int, dim: int | None) -> int | None:
+    """Return where an operand's dim is in the result; None if it is not there."""
+    if dim is None:
+        return None
+    before, after = aval_of(eqn.invars[side]).shape, aval_of(eqn.outvars[0]).shape
+    if eqn.primitive.name == "transpose":
+        return list(eqn.params["permutation"]).index(dim)
+    if eqn.primitive.name == "broadcast_in_dim":
+        return eqn.params["broadcast_dimensions"][dim]
+    if before == after:
+        return dim
+    ahead = math.prod(before[:dim])
+    same = (n for n, s in enumerate(after) if s == before[dim] and math.prod(after[:n]) == ahead)
+    return next(same, None) if eqn.primitive.name in _REPEATS else None
+
+
+class _Placing(NamedTuple):
+    """The layouts of a program's variables around attention."""
+
+    classes: DimClasses
+    program: ProgramDims
+    layout: LayoutOf
+    sizes: Mapping[str, int]
+
+    def rows(self, variable: Var) -> list[Any]:
+        """Return the axes of a variable's dims, its positions sharded."""
+        entries = [*(self.layout(self.program, variable) or ())]
+        return [*entries, *[None] * (len(aval_of(variable).shape) - len(entries))]
+
+    def gathered(self, variable: Var) -> list[Any]:
+        """Return the axes of a variable's dims, all positions on every device."""
+        return [None if entry == CONTEXT else entry for entry in self.rows(variable)]
+
+    def by_head(self, variable: Var, dim: int) -> list[Any]:
+        """Return the axes of a variable's dims, one of them sharded instead of positions."""
+        entries = self.gathered(variable)
+        entries[dim] = (*entry_names(entries[dim]), CONTEXT)
+        return entries
+
+    def nbytes(self, variable: Var) -> float:
+        """Return the bytes of a variable for all samples, on the devices that share its heads."""
+        shards = self.sizes.get(TENSOR, 1) if TENSOR in self.rows(variable) else 1
+        return nbytes_of(aval_of(variable)) / shards
+
+    def divides(self, variable: Var, dim: int) -> bool:
+        """Whether a dim can be sharded over context, besides what it is sharded over."""
+        factors = self.program.dims(variable)[dim]
+        if not factors or factors[0].id in self.classes.batch:
+            return False
+        axes = (*entry_names(self.gathered(variable)[dim]), CONTEXT)
+        return factors[0].size % math.prod(self.sizes[axis] for axis in axes) == 0
+
+
+class _Source(NamedTuple):
+    """The array that an operand of a product is, or that it only repeats.
+
+    Attributes:
+        product: the product, and which operand it is.
+        variable: the array, as large or smaller.
+        reader: the equation that repeats it; else the product.
+        side: which operand of the reader it is.
+    """
+
+    product: tuple[Equation, int]
+    variable: Var
+    reader: Equation
+    side: int
+
+    @property
+    def operand(self) -> Var:
+        """What the product reads."""
+        eqn, side = self.product
+        atom = eqn.invars[side]
+        assert isinstance(atom, Var)
+        return atom
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the product reads something larger."""
+        return self.variable is not self.operand
+
+
+def _source(program: ProgramDims, eqn: Equation, side: int) -> _Source:
+    """Return the smallest array that an operand only repeats, as heads that share keys do."""
+    makers = {v: e for e in program.jaxpr.eqns for v in e.outvars}
+    best = _operand(eqn, side)
+    variable = best.variable
+    while (maker := makers.get(variable)) and maker.primitive.name in _REPEATS:
+        if not isinstance(maker.invars[0], Var):
+            break
+        variable = maker.invars[0]
+        if aval_of(variable).size < aval_of(best.variable).size:
+            best = _Source((eqn, side), variable, maker, 0)
+    return best
+
+
+def _operand(eqn: Equation, side: int) -> _Source:
+    variable = eqn.invars[side]
+    assert isinstance(variable, Var)
+    return _Source((eqn, side), variable, eqn, side)
+
+
+def _place(at: _Placing, attention: _Attention, found: ContextExchanges) -> None:
+    """Add what an attention exchanges."""
+    scores, values = attention.scores, attention.values
+    query = _operand(scores, 1 - attention.key_side)
+    key = _source(at.program, scores, attention.key_side)
+    value = _source(at.program, values, 1 - attention.weights_side)
+    output, size = values.outvars[0], at.sizes[CONTEXT]
+    own = sum(aval_of(source.variable).size for source in (key, value))
+    # Forward as they are, backward with one for each query head.
+    gathered = (own + sum(aval_of(source.operand).size for source in (key, value))) / 2
+    exchanged = (own + aval_of(query.operand).size + aval_of(output).size) / size
+    heads = _heads(at, attention, (query, key, value))
+    by_heads = heads is not None and exchanged <= gathered
+    inside: list[list[Any]] = []
+    for number, source in enumerate((query, key, value)):
+        head = heads[number] if by_heads and heads else None
+        inside.append(_exchange(at, source, head, found, gather=number > 0))
+    sides = (inside[0], inside[1]) if attention.key_side else (inside[1], inside[0])
+    of_scores = _product(scores, *sides)
+    of_weights: list[Any] = [None] * len(aval_of(values.invars[attention.weights_side]).shape)
+    for dim, entry in zip(attention.dims, of_scores, strict=True):
+        if dim is not None:
+            of_weights[dim] = entry
+    sides = (inside[2], of_weights) if attention.weights_side else (of_weights, inside[2])
+    inside.append(_product(values, *sides))
+    positions = at.classes.positions(at.program, query.operand)
+    if by_heads or all(aval_of(query.operand).shape[d] % size == 0 for d in positions):
+        _of(found, scores).result = (PartitionSpec(*of_scores),)
+        weights = {attention.weights_side: (PartitionSpec(*of_weights),)}
+        _of(found, values).operands.update(weights)
+    layouts = [PartitionSpec(*entries) for entries in inside]
+    rows = PartitionSpec(*at.rows(output))
+    _of(found, values).result = (layouts[-1], rows)
+    assert isinstance(found.attention, dict)
+    why = _why(exchanged / gathered, possible=heads is not None, size=size)
+    module = module_of(name_stack(scores)) or at.program.path
+    length = max(aval_of(query.operand).shape[d] for d in positions)
+    arrays = [key.variable, value.variable, *([query.operand, output] if by_heads else ())]
+    kinds = ("all-to-all", "all-to-all") if by_heads else ("all-gather", "reduce-scatter")
+    parts = size if by_heads else 1
+    sent = tuple((k, at.nbytes(v) / parts, not n) for v in arrays for n, k in enumerate(kinds))
+    found.attention[output] = AttentionLayouts(
+        module, length, by_heads, why, *layouts, rows, sent, at.program.times
+    )
+
+
+def _why(ratio: float, *, possible: bool, size: int) -> str:
+    if not possible:
+        return f"because {CONTEXT}={size} does not divide its heads of keys"
+    if ratio <= 1:
+        return f"which sends {ratio:.2f}× of what gathering keys and values would"
+    return f"which sends {1 / ratio:.2f}× of what exchanging positions for heads would"
+
+
+def _exchange(
+    at: _Placing,
+    source: _Source,
+    head: tuple[int, int] | None,
+    found: ContextExchanges,
+    *,
+    gather: bool,
+) -> list[Any]:
+    """Add the exchange of one operand; return the axes of its dims in the product.
+
+    Args:
+        at: the layouts around it.
+        source: the operand.
+        head: the dims of heads of the operand and of what it repeats, if those are sharded.
+        found: where it is added.
+        gather: whether all positions are gathered if heads are not sharded.
+    """
+    variable, whole = source.variable, at.gathered if gather else at.rows
+    inside = at.by_head(source.operand, head[0]) if head else whole(source.operand)
+    ahead = at.by_head(variable, head[1]) if head else whole(variable)
+    steps = (PartitionSpec(*at.rows(variable)), PartitionSpec(*ahead))
+    _of(found, source.reader).operands[source.side] = steps
+    if head is None and source.is_repeated:
+        # Gradients of keys are sums over queries: reduced once, before those of heads are added.
+        _of(found, source.reader).gradients[source.side] = steps[:1]
+        product, side = source.product
+        whole_then_rows = PartitionSpec(*inside), PartitionSpec(*at.rows(source.operand))
+        _of(found, product).operands[side] = whole_then_rows[:1]
+        _of(found, product).gradients[side] = whole_then_rows
+    return inside
+
+
+def _heads(
+    at: _Placing, attention: _Attention, sources: Sequence[_Source]
+) -> tuple[tuple[int, int], ...] | None:
+    """Return the dim of heads in queries, keys and values and in what they repeat.
+
+    None if there is no such dim, or if it cannot be divided.
+    """
+    query_side, side = 1 - attention.key_side, attention.weights_side
+    of_scores = attention.scores.params["dimension_numbers"][1]
+    of_values = attention.values.params["dimension_numbers"][1]
+    for number, position in enumerate(attention.dims[: len(of_scores[0])]):
+        if position not in of_values[side]:
+            continue
+        of_value = of_values[1 - side][list(of_values[side]).index(position)]
+        own = (of_scores[query_side][number], of_scores[attention.key_side][number], of_value)
+        dims = [(d, _same_class(at, s, d)) for d, s in zip(own, sources, strict=True)]
+        both = zip(sources, dims, strict=True)
+        if all(at.divides(s.operand, d) and o is not None for s, (d, o) in both):
+            return tuple((d, o) for d, o in dims if o is not None)
+    return None
+
+
+def _same_class(at: _Placing, source: _Source, dim: int) -> int | None:
+    """Return the dim of what an operand repeats that is a dim of the operand."""
+    if not source.is_repeated:
+        return dim
+    first = at.program.dims(source.operand)[dim][:1]
+    dims = enumerate(at.program.dims(source.variable))
+    return next((n for n, factors in dims if first and factors[:1] == first), None)
+
+
+def _product(eqn: Equation, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+    """Return the axes of the dims of a product's result."""
+    batch = eqn.params["dimension_numbers"][1][0]
+    free = [side[d] for n, side in enumerate((left, right)) for d in free_dims(eqn, n)]
+    return [*(left[d] for d in batch), *free]
+
+
+def _of(found: ContextExchanges, eqn: Equation) -> Exchange:
+    assert isinstance(found.equations, dict)
+    return found.equations.setdefault(eqn.outvars[0], Exchange())
+
+
+def _refuse_loops(classes: DimClasses, program: ProgramDims, size: int) -> None:
+    """Raise if a loop goes through the positions one after the other."""
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name != "scan":
+            continue
+        constants, carries = scan_counts(eqn)
+        for atom in eqn.invars[constants + carries :]:
+            if 0 in classes.positions(program, atom):
+                raise _one_by_one(eqn, size)
+
+
+def _one_by_one(eqn: Equation, size: int) -> UserError:
+    return UserError(
+        f"{Setting('mesh.context', size)} cannot divide the rows of this model: it goes through "
+        f"positions one after the other ({_where(eqn)})",
+        why="each position waits for the one before it, so devices would wait for each other",
+        fix=f"use {Setting('mesh.fsdp', size)} for these devices",
+    )
+
+
+def _no_positions(classes: DimClasses, size: int) -> UserError:
+    """Return why a program has no positions that could be divided."""
+    for program, eqn in classes.equations():
+        if eqn.primitive.name in ("scan", "while") and program.values[eqn.outvars[-1]].has_data:
+            return _one_by_one(eqn, size)
+    return UserError(
+        f"{Setting('mesh.context', size)} finds no positions to divide",
+        why="it divides the dim that attention sums over, and this loss has no attention",
+        fix=f"use {Setting('mesh.fsdp', size)} or {Setting('mesh.data', size)} for these devices",
+    )
+
+
+def _unknown(eqn: Equation, size: int) -> UserError:
+    return UserError(
+        f"{Setting('mesh.context', size)} does not know this attention: what a product of "
+        f"positions with positions becomes is not multiplied by values ({_where(eqn)})",
+        why="devices hold different positions, and must know which of the two are the keys",
+        fix=f"use {Setting('mesh.fsdp', size)} or {Setting('mesh.tensor', size)} for these "
+        "devices, or write attention as softmax(scores) · values",
+    )
+
+
+def _where(eqn: Equation) -> str:
+    module = module_of(name_stack(eqn))
+    return f"{eqn.primitive.name} {f'in {module}' if module else 'outside all modules'}"

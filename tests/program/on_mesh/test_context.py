@@ -1,0 +1,222 @@
+"""Rows divided over the context axis: the numbers of one device, and what attention sends."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from generation.decoder_models import CACHED, RECOMPUTED, VOCABULARY, Decoder
+from program.kernels.kernel_runs import assembled, assert_equal, differentiate
+from small_models import builder, task_batch
+
+import meshwright as mw
+from meshwright.models.llama3 import Llama3
+from meshwright.tasks.language_modeling import LanguageModeling
+
+TASK = LanguageModeling()
+LENGTH, WIDTH, HEADS, CHANNELS = 16, 16, 4, 8
+
+
+class Written(nnx.Module):
+    """A decoder written out: heads share keys, which are repeated, in a window, soft-capped."""
+
+    def __init__(self, *, kv_heads=1, window=None, cap=None, rngs):
+        self.kv_heads, self.window, self.cap = kv_heads, window, cap
+        self.tokens = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.query = nnx.Linear(WIDTH, HEADS * CHANNELS, rngs=rngs)
+        self.key = nnx.Linear(WIDTH, kv_heads * CHANNELS, rngs=rngs)
+        self.value = nnx.Linear(WIDTH, kv_heads * CHANNELS, rngs=rngs)
+        self.out = nnx.Linear(HEADS * CHANNELS, WIDTH, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.tokens(tokens)
+        batch, length, _ = x.shape
+
+        def heads(array, count):
+            array = array.reshape(batch, length, count, CHANNELS).swapaxes(1, 2)
+            return jnp.repeat(array, HEADS // count, axis=1)
+
+        key, value = (heads(layer(x), self.kv_heads) for layer in (self.key, self.value))
+        scores = heads(self.query(x), HEADS) @ key.swapaxes(-1, -2)
+        scores = scores if self.cap is None else self.cap * jnp.tanh(scores / self.cap)
+        back = jnp.arange(length)[:, None] - jnp.arange(length)
+        seen = (back >= 0) & (back < (self.window or length))
+        mixed = jax.nn.softmax(jnp.where(seen, scores, -1e30)) @ value
+        x = x + self.out(mixed.swapaxes(1, 2).reshape(batch, length, HEADS * CHANNELS))
+        return self.tokens.attend(x)
+
+
+def tokens(samples=4, length=LENGTH):
+    shape = (samples, length + 1)
+    return {"tokens": np.random.default_rng(0).integers(VOCABULARY, size=shape, dtype=np.int32)}
+
+
+def packed():
+    batch = tokens()
+    documents = np.sort(np.random.default_rng(1).integers(1, 4, size=(4, LENGTH + 1)), axis=1)
+    starts = [[row.tolist().index(number) for number in row] for row in documents]
+    places = np.arange(LENGTH + 1) - np.array(starts)
+    return {**batch, "segment_ids": documents.astype(np.int32), "positions": places.astype("int32")}
+
+
+def shifted(model, batch):
+    """The loss of a model that reads one token less than the batch has."""
+    logits = model(batch["tokens"][:, :-2])
+    labels = batch["tokens"][:, 1:-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def llama(kv_heads=2, **sizes):
+    return lambda rngs=None: Llama3(
+        vocab_size=512,
+        context_length=LENGTH,
+        num_blocks=1,
+        hidden_size=WIDTH,
+        num_heads=HEADS,
+        num_kv_heads=kv_heads,
+        head_dim=CHANNELS,
+        mlp_size=32,
+        rngs=nnx.Rngs(0),
+        **sizes,
+    )
+
+
+def written(**options):
+    return lambda rngs=None: Written(**options, rngs=nnx.Rngs(0))
+
+
+def check(build, loss, batch, *meshes, kernels="none", **options):
+    """Compare loss, metrics and gradients in float64 with those of one device."""
+    alone = differentiate(build, loss, batch, "none", mesh="data=1", **options)
+    for mesh in meshes:
+        assert_equal(differentiate(build, loss, batch, kernels, mesh=mesh, **options), alone)
+
+
+def test_a_model_that_gathers_its_keys_has_the_numbers_of_one_device():
+    # 15 positions, which no axis divides.
+    build = written(window=5, cap=3.0)
+    check(build, shifted, tokens(), "data=2,context=4", "fsdp=2,context=2,tensor=2")
+
+
+def test_a_model_that_exchanges_heads_has_the_numbers_of_one_device():
+    build = llama(kv_heads=4)
+    check(build, TASK.loss, tokens(1), "context=4")
+    check(build, TASK.loss, packed(), "fsdp=2,context=4", kernels="xla")
+
+
+MESHES = [
+    "context=2",
+    "context=4",
+    "context=8",
+    "data=2,context=4",
+    "fsdp=2,context=4",
+    "context=2,tensor=2",
+    "data=2,context=2,tensor=2",
+    "fsdp=2,context=2,tensor=2",
+]
+CASES = {
+    "llama": (llama(), TASK.loss, tokens()),
+    "packed": (llama(), TASK.loss, packed()),
+    "one sample": (llama(kv_heads=4), TASK.loss, tokens()),
+    "odd rows": (llama(), shifted, tokens()),
+    "window and soft cap": (written(window=5, cap=3.0), TASK.loss, tokens()),
+    "repeated keys": (written(kv_heads=2), TASK.loss, tokens()),
+    "gpt": (builder("gpt"), *task_batch("gpt", samples=4)),
+    "vit": (builder("vit"), *task_batch("vit", samples=4)),
+    "dropout": (builder("gpt", dropout=0.3), *task_batch("gpt", samples=4)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernels", ["none", "xla"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_mesh_has_the_numbers_of_one_device(name, kernels):
+    build, loss, batch = CASES[name]
+    check(build, loss, batch, *MESHES, kernels=kernels)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [{"remat": "full"}, {"remat": "dots"}, {"gradient_accumulation_steps": 2}, {"blocks": "scan"}],
+)
+def test_options_of_training_change_nothing(options):
+    check(llama(), TASK.loss, tokens(), "fsdp=2,context=4", **options)
+
+
+WITHOUT_ATTENTION = {
+    *("lstm", "gru", "convolution", "running_mean", "shift", "convolution_ahead", "shift_ahead"),
+    *("reversed_sum", "mean", "norm_over_time", "fourier"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*CACHED, *RECOMPUTED])
+def test_decoders_as_users_write_them_have_the_numbers_of_one_device_or_are_refused(name):
+    mix = {**CACHED, **{n: form for n, (form, _) in RECOMPUTED.items()}}[name]
+
+    def build(rngs=None):
+        return Decoder(mix, rngs=nnx.Rngs(0))
+
+    if name not in WITHOUT_ATTENTION:
+        check(build, TASK.loss, tokens(), "data=2,context=4")
+        return
+    with pytest.raises(mw.UserError, match="context=4"):
+        assembled(build, TASK.loss, tokens(), "none", mesh="data=2,context=4")
+
+
+def ways(build, batch, mesh):
+    step = assembled(build, TASK.loss, batch, "none", mesh=mesh)
+    return step.decision.exchanges.describe()
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "mesh", "way"),
+    [
+        (4, "context=2", "exchanges positions for heads, which sends 1.00× of"),
+        (4, "context=4", "exchanges positions for heads, which sends 0.50× of"),
+        (2, "context=2", "gathers keys and values, which sends 0.67× of"),
+        (1, "context=4", "gathers keys and values, because context=4 does not divide"),
+    ],
+)
+def test_attention_exchanges_what_sends_less(kv_heads, mesh, way):
+    rows, attention = ways(llama(kv_heads), tokens(), mesh)
+    assert rows == f"rows of 16 positions: {16 // int(mesh[-1])} on each device"
+    assert attention.startswith(f"attention in blocks.*.attention: {way}")
+
+
+REFUSED = {
+    "recurrent": (builder("lstm"), task_batch("lstm", samples=4), "one after the other (scan in"),
+    "no attention": (builder("mlp"), task_batch("mlp", samples=4), "finds no positions to divide"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_whose_positions_depend_on_each_other_are_refused(name):
+    build, (loss, batch), message = REFUSED[name]
+    with pytest.raises(mw.UserError) as error:
+        assembled(build, loss, batch, "none", mesh="context=4")
+    assert message in str(error.value)
+
+
+def test_attention_without_values_is_refused_by_its_name():
+    def loss(model, batch):
+        x = model.tokens(batch["inputs"])
+        nearest = jnp.einsum("btd,bsd->bts", x, x).max(-1)
+        return TASK.loss(model, batch)[0].total + nearest.mean()
+
+    batch = {"inputs": tokens()["tokens"][:, :-1], "targets": tokens()["tokens"][:, 1:]}
+    with pytest.raises(mw.UserError, match="does not know this attention") as error:
+        assembled(written(), loss, batch, "none", mesh="context=2")
+    assert "dot_general outside all modules" in str(error.value)
+
+
+def test_options_that_divided_rows_cannot_have_are_refused():
+    for mesh, options, other in (
+        ("context=2,pipe=2", {}, "pipe=2"),
+        ("context=2,data=2", {"gradient_accumulation_steps": 2, "sync_gradients_every": 2}, "sync"),
+    ):
+        with pytest.raises(mw.UserError, match="cannot be combined with") as error:
+            assembled(llama(), TASK.loss, tokens(), "none", mesh=mesh, **options)
+        assert other in str(error.value)
