@@ -165,26 +165,29 @@ def _with_row(cache: Array, row: Array, position: Array, dim: int, *, divided: b
     return put(cache, row.squeeze(dim))
 
 
-def _plain_product(eqn: Equation, left: Value, stored: Value, order: Sequence[int]) -> Value | None:
+def _plain_product(
+    eqn: Equation, side: int, given: Value, stored: Value, order: Sequence[int]
+) -> Value | None:
     """Return a product with keys or values as the cache has them, if that is of a plain form.
 
     In that form, dims of a batch come first, and each operand has one dim that is summed and one
     that is not. XLA would bring any other product into it, with a transposed copy of the cache.
+    What is stored comes last, so that the positions of scores do: reductions over them are fast.
     """
-    (sums, other_sums), (batch, other_batch) = eqn.params["dimension_numbers"]
-    places = [order.index(d) for d in (*other_batch, *other_sums)]
-    count = len(batch)
-    if places[:count] != [*range(count)] or len(order) != count + 2 or len(sums) != 1:
+    sums, batch = eqn.params["dimension_numbers"]
+    places = [order.index(d) for d in (*batch[side], *sums[side])]
+    count, own = len(places) - 1, (*batch[1 - side], *sums[1 - side])
+    if places[:-1] != [*range(count)] or len(order) != count + 2 or len(sums[side]) != 1:
         return None
-    free = [d for d in range(left.ndim) if d not in (*batch, *sums)]
-    moved = jnp.transpose(left, (*batch, *free, *sums))
-    leading = moved.shape[:-1]
+    free = [d for d in range(given.ndim) if d not in own]
+    moved = jnp.transpose(given, (*own[:count], *free, own[-1]))
+    leading, both = moved.shape[:-1], tuple(range(count))
     moved = moved.reshape(*leading[:count], -1, moved.shape[-1])
-    both = tuple(range(count))
-    numbers = ((count + 1,), tuple(places[count:])), (both, both)
+    numbers = ((count + 1,), (places[-1],)), (both, both)
     params = {**eqn.params, "dimension_numbers": numbers}
     (product,) = bind(eqn.replace(params=params), [moved, stored])
-    return product.reshape(*leading, product.shape[-1])
+    product = product.reshape(*leading, product.shape[-1])
+    return product if side else jnp.moveaxis(product, -1, count)
 
 
 class _Rows:
@@ -333,10 +336,11 @@ class _Rows:
                 v if d is None or depends(atom) else jnp.take(v, at, d, mode="clip")
                 for v, atom, d in zip(operands, eqn.invars, keys.dims, strict=True)
             ]
-        if eqn.primitive.name == "dot_general" and self._cache is not None:
-            key = eqn.invars[1]
-            if isinstance(key, Var) and key in self._plan.kept and rule.dims[1] is None:
-                found = _plain_product(eqn, operands[0], self._new[key], self._decoder.orders[key])
+        for side, atom in enumerate(eqn.invars if eqn.primitive.name == "dot_general" else ()):
+            kept = isinstance(atom, Var) and atom in self._plan.kept and rule.dims[side] is None
+            if isinstance(atom, Var) and kept and self._cache is not None:
+                stored, order = self._new[atom], self._decoder.orders[atom]
+                found = _plain_product(eqn, side, operands[1 - side], stored, order)
                 if found is not None:
                     return found
         rows = self._chosen(every, self._unit(eqn.outvars[number], dim))

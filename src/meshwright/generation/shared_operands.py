@@ -41,16 +41,12 @@ def share_operands(closed: ClosedJaxpr, joinable: int, *, also: Sequence[Var] = 
     """
     makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
     rules = [_Joined(closed, group) for group in _groups(closed, joinable, makers)]
-    swapped = _to_swap(closed.jaxpr.eqns, makers)
-
-    def swap(eqn: Equation, env: Environment) -> list[Value] | None:
-        return _swapped(eqn, env) if eqn.outvars and eqn.outvars[0] in swapped else None
 
     def unrepeat(eqn: Equation, env: Environment) -> list[Value] | None:
         return _unrepeat(eqn, env, makers)
 
     def run(*args: Value) -> list[Value]:
-        evaluator = Evaluator((*rules, unrepeat, swap))
+        evaluator = Evaluator((*rules, unrepeat))
         env = evaluator.environment(closed, args)
         evaluator.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in (*closed.jaxpr.outvars, *also)]
@@ -168,40 +164,8 @@ def _grouped(eqn: Equation, env: Environment, side: int, value: Value, dim: int)
     product = jnp.moveaxis(product, count + sorted(own).index(split + 1), place + 1)
     shape = product.shape
     product = product.reshape(*shape[:place], -1, *shape[place + 2 :])
-    return product if side else _exchanged(product, count, len(own) - 1)
-
-
-def _exchanged(product: Value, first: int, count: int) -> Value:
-    """Return a product with `count` dims, from `first` on, moved to its end."""
-    dims = range(product.ndim)
-    return jnp.transpose(product, [*dims[:first], *dims[first + count :], *dims[first:][:count]])
-
-
-def _to_swap(eqns: Sequence[Equation], makers: Mapping[Var, Equation]) -> set[Var]:
-    """Return the products that a transpose follows because their operands are the wrong way round.
-
-    Then the dim that it puts last, such as the positions of keys, would not be the last one in
-    memory, and the reductions along it would be slow.
-    """
-    found: set[Var] = set()
-    for eqn in eqns:
-        source = eqn.invars[0] if eqn.primitive.name == "transpose" else None
-        made = makers.get(source) if isinstance(source, Var) else None
-        if made is None or made.primitive.name != "dot_general":
-            continue
-        first = len(made.params["dimension_numbers"][1][0])
-        of_left = range(first, first + len(_free(made, 0)))
-        if first and eqn.params["permutation"][-1] in of_left:
-            found.add(made.outvars[0])
-    return found
-
-
-def _swapped(eqn: Equation, env: Environment) -> list[Value]:
-    """Return a product computed with its operands the other way round."""
-    sums, batch = eqn.params["dimension_numbers"]
-    params = {**eqn.params, "dimension_numbers": (tuple(sums)[::-1], tuple(batch)[::-1])}
-    (product,) = bind(eqn.replace(params=params), env.operands(eqn)[::-1])
-    return [_exchanged(product, len(batch[0]), len(_free(eqn, 1)))]
+    others = [*range(count, count + len(own) - 1)]
+    return product if side else jnp.moveaxis(product, others, [d - others[-1] - 1 for d in others])
 
 
 def _source(
