@@ -107,7 +107,10 @@ class IncrementalDecoder:
             return _Rows(self, program, given, row, rows, length - 1, None, attention).run()
 
         logits, cache = jax.vmap(one)(tokens, lengths, source)
-        return logits, {**cache, "rows": self._with_room(cache["rows"])}
+        places = [self.orders[v].index(dim) + 1 for v, dim in self.plan.kept.items()]
+        # There is room for what is to come.
+        rows = list(map(_lengthened, cache["rows"], places, self.lengths.values()))
+        return logits, {**cache, "rows": rows}
 
     def step(
         self, weights: Weights, cache: Cache, tokens: Array, positions: Array
@@ -131,11 +134,6 @@ class IncrementalDecoder:
             return self.traced.of_length(length)
         except NotIncremental:
             return self.traced.of_length(self.length)
-
-    def _with_room(self, kept: Sequence[Array]) -> list[Array]:
-        """Return the cache of prompts with room for what is to come."""
-        places = [self.orders[v].index(dim) + 1 for v, dim in self.plan.kept.items()]
-        return list(map(_lengthened, kept, places, self.lengths.values()))
 
 
 def _lengthened(value: Array, dim: int, length: int) -> Array:

@@ -38,10 +38,8 @@ def position_limit(model: SplitModel, length: int) -> tuple[int, str]:
 
 
 def _past_a_table(positions: Positions) -> str:
-    for eqn in positions.jaxpr.eqns:
-        if eqn.primitive.name == "gather" and (found := _rows_past(positions, eqn)):
-            return found
-    return ""
+    looks = (eqn for eqn in positions.jaxpr.eqns if eqn.primitive.name == "gather")
+    return next(filter(None, (_rows_past(positions, eqn) for eqn in looks)), "")
 
 
 def _rows_past(positions: Positions, eqn: Equation) -> str:

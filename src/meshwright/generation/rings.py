@@ -67,17 +67,12 @@ def _dim_after(
     positions: Positions, eqn: Equation, result: int, row: int, operand: int, dim: int
 ) -> int | None:
     """Return which dim of a result is a dim of an operand; None if it is summed over."""
-    for other in positions.of(eqn.outvars[result]):
-        rule = positions.rule(eqn, result, other) if other != row else None
-        if rule is not None and not rule.whole and rule.dims[operand] == dim:
-            return other
-    return None
+    others = [other for other in positions.of(eqn.outvars[result]) if other != row]
+    rules = [(other, positions.rule(eqn, result, other)) for other in others]
+    return next((o for o, r in rules if r and not r.whole and r.dims[operand] == dim), None)
 
 
 def positions_in(size: int, last: Any) -> Array:
-    """Return which position each place of a ring has, if the last one is given.
-
-    Places that have none yet stand for later positions, which are masked.
-    """
+    """Return the position at each place of a ring: a later one, which is masked, if none yet."""
     before = last - (last - jnp.arange(size)) % size
     return jnp.where(before < 0, before + size, before)

@@ -102,8 +102,7 @@ class RowPlacement:
             dtype: of those that are floats; None leaves it.
 
         Returns:
-            Where they are then, the weights, and a remark if they do not fit, so that they are
-            divided over all axes.
+            Where they are then, they, and a remark if they do not fit and are over all axes.
         """
         weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in model.weights]
         dtypes = [_cast(weight.dtype, dtype) for weight in weights]
@@ -124,7 +123,8 @@ class RowPlacement:
             devices = set(self.mesh.devices.flat)
             elsewhere = any(w.sharding.device_set != devices for w in weights)
             placed = list(map(_put, weights, shardings)) if elsewhere else weights
-        if any(_changes(*each) for each in zip(placed, dtypes, shardings, strict=True)):
+        each = zip(placed, dtypes, shardings, strict=True)
+        if any(w.dtype != d or (s is not None and w.sharding != s) for w, d, s in each):
             placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
         return placement, placed, remark
 
@@ -219,10 +219,6 @@ def _spec_on(mesh: Mesh, sharding: Any) -> Any:
 def _over_tensor(axes: Any) -> Any:
     """Return what is left of a dim's axes without those of rows and stages."""
     return tuple(name for name in entry_names(axes) if resolve_alias(name) == TENSOR) or None
-
-
-def _changes(weight: Array, dtype: Any, sharding: Any) -> bool:
-    return weight.dtype != dtype or (sharding is not None and weight.sharding != sharding)
 
 
 @partial(jax.jit, static_argnames=("dtypes", "shardings"))

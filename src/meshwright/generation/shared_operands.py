@@ -82,13 +82,7 @@ class _Joined:
         operands[self._side] = jnp.concatenate(weights, axis=free)
         (product,) = bind(eqn, operands)
         dim = len(_free(eqn, 0)) if self._side else 0
-        results: list[Value] = []
-        start = 0
-        for weight in weights:
-            end = start + weight.shape[free]
-            results.append(jax.lax.slice_in_dim(product, start, end, axis=dim))
-            start = end
-        return results
+        return jax.lax.split(product, [weight.shape[free] for weight in weights], axis=dim)
 
 
 def _groups(

@@ -102,16 +102,10 @@ class TracedDecoder:
 
     def attention(self, length: int) -> dict[Var, PromptAttention]:
         """Return, by variable of the short program, what kernels compute in that of a length."""
-        program = self.of_length(length).jaxpr
-        names = dict(
-            zip(
-                (*program.constvars, *program.invars),
-                (*self.short.jaxpr.constvars, *self.short.jaxpr.invars),
-                strict=True,
-            )
-        )
-        for one, other in zip(program.eqns, self.short.jaxpr.eqns, strict=True):
-            names.update(zip(one.outvars, other.outvars, strict=True))
+        programs = self.of_length(length).jaxpr, self.short.jaxpr
+        made = ([v for eqn in p.eqns for v in eqn.outvars] for p in programs)
+        pairs = ([*p.constvars, *p.invars, *own] for p, own in zip(programs, made, strict=True))
+        names = dict(zip(*pairs, strict=True))
         return {
             names[one.output]: one._replace(operands=tuple(names[v] for v in one.operands))
             for one in self._attention[length]
@@ -225,13 +219,11 @@ def _compare(short: ClosedJaxpr, long: ClosedJaxpr) -> None:
 
 
 def _alike(one: Equation, other: Equation, names: Mapping[Var, Var]) -> bool:
-    if one.primitive is not other.primitive or len(one.invars) != len(other.invars):
+    same = one.primitive is other.primitive and len(one.invars) == len(other.invars)
+    if not same or one.params.keys() != other.params.keys():
         return False
-    if not all(_same_atom(a, b, names) for a, b in zip(one.invars, other.invars, strict=True)):
-        return False
-    if one.params.keys() != other.params.keys():
-        return False
-    return all(
+    atoms = zip(one.invars, other.invars, strict=True)
+    return all(_same_atom(a, b, names) for a, b in atoms) and all(
         key in _SIZES or _same_param(value, other.params[key]) for key, value in one.params.items()
     )
 
