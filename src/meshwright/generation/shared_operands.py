@@ -82,7 +82,7 @@ class _Joined:
         operands[self._side] = jnp.concatenate(weights, axis=free)
         (product,) = bind(eqn, operands)
         dim = len(_free(eqn, 0)) if self._side else 0
-        return jax.lax.split(product, [weight.shape[free] for weight in weights], axis=dim)
+        return [*jax.lax.split(product, [w.shape[free] for w in weights], axis=dim)]
 
 
 def _groups(
