@@ -258,8 +258,7 @@ class _Apart(Evaluator):
 
 
 def _mark(eqn: Equation) -> str:
-    name = eqn.params["name"] if eqn.primitive.name == "name" else None
-    return _MARKS.get(name, "")
+    return _MARKS.get(eqn.params["name"], "") if eqn.primitive.name == "name" else ""
 
 
 def _has_marks(closed: ClosedJaxpr) -> bool:
@@ -312,8 +311,8 @@ def _sources(eqn: Equation, result: int, dim: int) -> list[tuple[int, int]] | No
 def _independent(eqn: Equation, result: int, facts: Sequence[_Fact]) -> _Fact:
     """Return what is known of a value that depends on no tokens."""
     drawn = eqn.primitive.name.startswith(("random_", "threefry", "philox", "rng_"))
-    values = [fact.value for fact in facts]
-    known = not drawn and all(value is not None for value in values)
+    values = [fact.value for fact in facts if fact.value is not None]
+    known = not drawn and len(values) == len(facts)
     value = partial(_computed, eqn, result, values) if known else None
     random = drawn or any(fact.random for fact in facts)
     return _Fact(_varies(eqn, result, facts), random=random, value=value)

@@ -69,7 +69,7 @@ def generate_sample(
         tokenizer=tokenizer,
     )
     told = [printable(tokenizer.decode(prompt)) for prompt in prompts]
-    said = [printable(text) for text in new.texts]
+    said = [printable(str(text)) for text in new.texts]
     texts = [prompt + text for prompt, text in zip(told, said, strict=True)]
     answers = tuple(zip(told, said, strict=True)) if chat else ()
     return TextSample(texts[0], grade(texts) if graded else None, answers)
