@@ -118,3 +118,18 @@ def test_a_long_curve_keeps_its_ends_and_every_spike(count):
     assert {points[0], points[-1], points[count // 3], points[count // 2]} <= set(kept)
     assert (kept == points) == (count <= 100)
     assert downsample([(n, None) for n in range(count)], most=100)[-1] == (count - 1, None)
+
+
+def test_answers_to_prompts_are_a_table_by_prompt_and_step(tmp_path):
+    said = [["1 + 1 =", "<b>2</b>"], ["2 + 2 =", "5"]]
+    events = [
+        {"kind": "sample", "step": 5, "message": "", "completions": said},
+        {"kind": "sample", "step": 9, "message": "a text without prompts"},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in events))
+    later = [["1 + 1 =", "2"], ["2 + 2 =", "4"]]
+    (tmp_path / "result.json").write_text(json.dumps({"steps": 9, "completions": later}))
+    rows = [tuple(row.values()) for row in read_run(tmp_path)["completions"]]
+    assert rows == [
+        ("1 + 1 =", 5, "<b>2</b>"), ("1 + 1 =", 9, "2"), ("2 + 2 =", 5, "5"), ("2 + 2 =", 9, "4"),
+    ]  # fmt: skip

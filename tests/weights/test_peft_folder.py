@@ -102,5 +102,7 @@ def test_a_folder_of_adapters_is_no_model():
 
 def test_a_single_pattern_is_one_target():
     assert mw.LoRA(rank=2, targets="up.**").targets == ("up.**",)
-    with pytest.raises(mw.UserError, match="or the `r` of its adapter_config"):
-        mw.LoRA(init_from=str(PEFT))
+    config = json.loads((PEFT / "adapter_config.json").read_text())
+    assert mw.LoRA(init_from=str(PEFT)).rank == config["r"]
+    with pytest.raises(mw.UserError, match="here has no adapter_config.json"):
+        mw.LoRA(init_from="here")

@@ -64,7 +64,7 @@ def read_documents(file: Path) -> list[Any]:
     example = '{"text": "Once"}, {"tokens": [1, 2]}, {"prompt": "1 + 1 =", "completion": " 2"} or '
     example += '{"messages": [{"role": "user", "content": "Hello"}, …]}'
     kinds: dict[str, Any] = {"text": str, "tokens": list, "messages": list}
-    kinds["completion"] = str | list
+    kinds["completion"] = (str, list)
     lines = read_lines(file, kinds, example)
     return [line.get("text", line.get("tokens", line)) for line in lines]
 
