@@ -74,6 +74,7 @@ def _conversation(record: dict[str, Any], number: int, made: Any) -> Any:
     from meshwright.data.chat_rows import ChatEncoder
     from meshwright.data.chat_source import TODAY, ChatFields
 
+    made.text.encode("")  # Refuses a folder without a tokenizer.
     lists = any(isinstance(record.get(key), list) for key in ("messages", "completion"))
     template = replace(made.chat.chat, today=TODAY) if lists else None
     encoder = ChatEncoder(made.text.tokenizer, template, made.chat.loss_on)
