@@ -3,7 +3,7 @@
 Each seed first learns 720 sums from examples, up to the last checkpoint that answers fewer than
 half of the held-out sums, and then from rewards alone. Neither has seen what is measured.
 
-    python benchmarks/sums_rewards.py [--seeds 3] [--steps 300] [--folder outputs/sums]
+    python benchmarks/sums_rewards.py [--seeds 3] [--steps 200] [--folder outputs/sums]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shuffled(completions: list[str], answer: list[str]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
         "--folder", help="where runs are kept; those that are there are not repeated"
     )
