@@ -61,13 +61,13 @@ def learn(folder: Path, name: str, seed: int, steps: int, *more: str) -> dict[st
     if done.is_file():
         return json.loads(done.read_text())
     began, first = folder / f"start_{seed}", f"run.seed={seed}"
-    every = ("training.steps=240", "checkpoint.every=10", "checkpoint.keep_last=10")
+    every = ("training.steps=240", "checkpoint.every=10", "checkpoint.keep_last=24")
     cost = (
         [0.0, 0.0]
         if (began / "config.yaml").exists()
         else train("sums_start", began, first, *every)
     )
-    scores = {step: score(began, step) for step in saved(began)}
+    scores = {step: score(began, step) for step in saved(began) if step >= 100}
     start = max(step for step, share in scores.items() if share < 0.5)
     settings = (first, f"model.init_from={began / 'checkpoints' / str(start)}", *more)
     parts = (

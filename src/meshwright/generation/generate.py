@@ -450,13 +450,13 @@ def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tup
         length: the most tokens of the row.
         dtype: format of the weights while generating.
     """
-    split, length = split_model(model, half_precision(dtype)), min(length, context_of(model))
-    decoder = make_decoder(split, length_bucket(length, context_of(model)))
-    kinds = [jnp.issubdtype(weight.dtype, jnp.floating) for weight in split.weights]
+    split, most = split_model(model, half_precision(dtype)), context_of(model)
     weights = [
-        jax.ShapeDtypeStruct(w.shape, dtype if floats and dtype is not None else w.dtype)
-        for w, floats in zip(split.weights, kinds, strict=True)
+        jax.ShapeDtypeStruct(w.shape, dtype if is_float and dtype is not None else w.dtype)
+        for w in split.weights
+        for is_float in [jnp.issubdtype(w.dtype, jnp.floating)]
     ]
+    decoder = make_decoder(replace(split, weights=weights), length_bucket(min(length, most), most))
     tokens, one = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,)))
     return jax.eval_shape(
         lambda values, *rows: decoder.start(decoder.prepare(values), *rows), weights, tokens, one
