@@ -29,7 +29,8 @@ def test_the_package_offers_its_two_classes_and_nothing_unknown():
 def test_library_users_need_no_hydra():
     sections = {s: {"kind": "x"} for s in ("model", "task", "data", "optimizer")}
     config = Config.parse({**sections, "mesh": {"fsdp": 4, "tp": 2}})
-    assert config.mesh.sizes() == {"pipe": 1, "data": -1, "fsdp": 4, "tensor": 2}
+    others = {"pipe": 1, "data": -1, "context": 1}
+    assert config.mesh.sizes() == {**others, "fsdp": 4, "tensor": 2}
 
 
 def test_every_section_and_key_is_documented():

@@ -11,6 +11,7 @@ from program.kernels.kernel_runs import assembled, assert_equal, differentiate
 from small_models import builder, task_batch
 
 import meshwright as mw
+from meshwright.ledgers.make_ledger import make_ledger
 from meshwright.models.llama3 import Llama3
 from meshwright.tasks.language_modeling import LanguageModeling
 
@@ -67,11 +68,11 @@ def shifted(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def llama(kv_heads=2, **sizes):
+def llama(kv_heads=2, context_length=LENGTH, num_blocks=1, vocab_size=512, **sizes):
     return lambda rngs=None: Llama3(
-        vocab_size=512,
-        context_length=LENGTH,
-        num_blocks=1,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        num_blocks=num_blocks,
         hidden_size=WIDTH,
         num_heads=HEADS,
         num_kv_heads=kv_heads,
@@ -139,13 +140,18 @@ def test_every_mesh_has_the_numbers_of_one_device(name, kernels):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [{"remat": "full"}, {"remat": "dots"}, {"gradient_accumulation_steps": 2}, {"blocks": "scan"}],
+    [
+        {"sharding": mw.ShardingConfig(remat="full", blocks="scan")},
+        {"sharding": mw.ShardingConfig(remat="dots")},
+        {"gradient_accumulation_steps": 2},
+    ],
 )
 def test_options_of_training_change_nothing(options):
     check(llama(), TASK.loss, tokens(), "fsdp=2,context=4", **options)
 
 
-WITHOUT_ATTENTION = {
+REFUSED_DECODERS = {
+    *("chunks", "padded_chunks", "chunks_mask", "chunks_state", "chunks_decay", "sorted"),
     *("lstm", "gru", "convolution", "running_mean", "shift", "convolution_ahead", "shift_ahead"),
     *("reversed_sum", "mean", "norm_over_time", "fourier"),
 }
@@ -159,11 +165,41 @@ def test_decoders_as_users_write_them_have_the_numbers_of_one_device_or_are_refu
     def build(rngs=None):
         return Decoder(mix, rngs=nnx.Rngs(0))
 
-    if name not in WITHOUT_ATTENTION:
+    if name not in REFUSED_DECODERS:
         check(build, TASK.loss, tokens(), "data=2,context=4")
         return
     with pytest.raises(mw.UserError, match="context=4"):
         assembled(build, TASK.loss, tokens(), "none", mesh="data=2,context=4")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("mesh", ["context=4", "data=2,context=4", "fsdp=2,context=2,tensor=2"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_no_axis_sends_more_than_the_minimum(kv_heads, mesh, remat):
+    batch = tokens(8, 64)
+    sizes = {"context_length": 64, "num_blocks": 2, "vocab_size": VOCABULARY}
+    build = llama(kv_heads, **sizes, tied_embeddings=False)
+    sharding = mw.ShardingConfig(remat=remat, min_shard_size=0)
+    step = assembled(build, TASK.loss, batch, "none", mesh=mesh, wide=False, sharding=sharding)
+    ledger = make_ledger(step, batch)
+    assert {name: axis.ratio for name, axis in ledger.axes.items() if axis.ratio > 1.05} == {}
+
+
+@pytest.mark.full
+def test_a_run_goes_on_without_the_axis_and_on_another_one(tmp_path):
+    def fit(mesh, steps, folder, resume=None):
+        trainer = mw.Trainer(
+            model=llama(kv_heads=4), loss=TASK.loss, optimizer=optax.adam(1e-2), mesh=mesh
+        )
+        where = {"run_dir": tmp_path / folder, "progress": False}
+        resumed = {} if resume is None else {"resume": str(tmp_path / resume)}
+        return trainer.fit([tokens(8)] * 3, steps=steps, **where, **resumed).losses[steps]
+
+    fit("data=2,context=4", 1, "first")
+    fit("data=8", 2, "second", "first")
+    resumed = fit("data=4,tensor=2", 3, "third", "second")
+    assert resumed == pytest.approx(fit("data=8", 3, "alone"), rel=1e-5)
 
 
 def ways(build, batch, mesh):

@@ -180,7 +180,7 @@ def check_fixed_mesh(task: PlanTask) -> None:
     """Refuse sizes of axes that the devices cannot have."""
     fixed, count = task.fixed.mesh, task.hardware.count
     known = math.prod(fixed.values())
-    whole = set(fixed) == set(AXES)
+    whole = {*fixed, CONTEXT} == set(AXES)
     if count % known == 0 and (not whole or known == count):
         return
     terms = [f"mesh.{axis}={size}" for axis, size in fixed.items() if size > 1]

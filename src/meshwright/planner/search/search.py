@@ -330,13 +330,14 @@ def rank(found: Sequence[Estimate]) -> list[Estimate]:
 def complexity(estimate: Estimate) -> tuple[int, ...]:
     """Return what makes a plan less simple, the most important first.
 
-    That is what it divides: the blocks, the layers, the training state, or the samples alone. Then
-    how many nodes hold a copy of the model: beyond them, copies need only exchange gradients.
+    That is what it divides: the blocks, the layers, rows, the training state, or the samples alone.
+    Then how many nodes hold a copy of the model: beyond them, copies need only exchange gradients.
     """
     plan = estimate.plan
     return (
         plan.size("pipe") > 1,
         plan.size("tensor") > 1,
+        plan.size("context") > 1,
         plan.size("fsdp") > 1,
         nodes_of_copy(estimate),
         len(plan.mesh),

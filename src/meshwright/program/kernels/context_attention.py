@@ -198,10 +198,10 @@ def _follow(classes: DimClasses, program: ProgramDims, product: Equation) -> _At
             dims = tracked[atom]
             if eqn.primitive.name == "dot_general":
                 summed = eqn.params["dimension_numbers"][0][side]
-                keys = [n for n in positions if dims[n] in summed]
-                if len(keys) == 1:
-                    return _Attention(product, of_operands[keys[0]], eqn, side, dims)
-                return None
+                keys = [of_operands[n] for n in positions if dims[n] in summed]
+                if len(keys) != 1 or keys[0] is None:
+                    return None
+                return _Attention(product, keys[0], eqn, side, dims)
             if eqn.primitive.name.startswith(_REDUCES):
                 continue
             moved = [_moved(eqn, side, d) for d in dims]
@@ -359,8 +359,19 @@ def _place(at: _Placing, attention: _Attention, found: ContextExchanges) -> None
     kinds = ("all-to-all", "all-to-all") if by_heads else ("all-gather", "reduce-scatter")
     parts = size if by_heads else 1
     sent = tuple((k, at.nbytes(v) / parts, not n) for v in arrays for n, k in enumerate(kinds))
+    query_layout, key_layout, value_layout, output_layout = layouts
     found.attention[output] = AttentionLayouts(
-        module, length, by_heads, why, *layouts, rows, sent, at.program.times
+        module=module,
+        length=length,
+        by_heads=by_heads,
+        why=why,
+        query=query_layout,
+        key=key_layout,
+        value=value_layout,
+        output=output_layout,
+        rows=rows,
+        sent=sent,
+        times=at.program.times,
     )
 
 

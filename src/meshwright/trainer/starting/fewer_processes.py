@@ -78,12 +78,13 @@ def shrink_plan(plan: Plan, num_devices: int, *, keep_micro: bool = False) -> Pl
     """
     if num_devices == plan.num_devices:
         return plan
-    fixed, old = plan.size("tensor") * plan.size("pipe"), plan.batch
+    kept = ["tensor", "pipe", *(["context"] if plan.size("context") > 1 else [])]
+    fixed, old = math.prod(map(plan.size, kept)), plan.batch
     replicas, rest = divmod(num_devices, fixed)
     if rest or not replicas:
         raise UserError(
             f"{counted(num_devices, 'device')} cannot be divided into groups of {fixed} "
-            "(tensor × pipe)"
+            f"({' × '.join(kept)})"
         )
     if old.global_batch_size % replicas:
         raise UserError(
