@@ -113,6 +113,7 @@ class TrainingRun:
         self._evaluator = self._make_evaluator()
         self._restoring = Restoring(start, asked, self._assembled, self._form, self._metadata)
         check_rewinding(trainer.on_nonfinite, asked)
+        size = self._assembled.model_leaves.num_parameters
         self._warnings = [
             *asked.warnings,
             *unused_pipeline(read_pipeline(trainer.pipeline), self._plan),
@@ -121,7 +122,7 @@ class TrainingRun:
             *repeated_samples(self._plan.batch.global_batch_size, self._data.num_samples),
             *filter(None, [self._data.order if kept else ""]),
             *self._assembled.traced.wrong_indices(batch),
-            *(over_sharded(self._assembled) if asked.recipe else ()),
+            *(over_sharded(self._plan, size) if asked.recipe else ()),
             *no_rate_left(self._schedule, self._restoring.steps_before, self._steps),
             *check_memory(self._assembled, self._estimator),
             *filter(None, [self._rollouts.rewards.note if self._rollouts else ""]),

@@ -12,10 +12,9 @@ from meshwright.config.batch import Batch
 from meshwright.config.schema import Config
 from meshwright.errors import MeshwrightError, Setting
 from meshwright.mesh.axes import MODEL_AXES, describe_sizes
-from meshwright.plan import TINY_SHARD
+from meshwright.plan import TINY_SHARD, Plan
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import Recipe, learning_rate, training_duration
-from meshwright.step.assemble import Assembled
 from meshwright.text.units import counted
 from meshwright.tracking.log_lines import levels_inside
 from meshwright.trainer.fit_settings import FitSettings
@@ -39,9 +38,8 @@ def repeated_samples(batch_size: int, num_samples: int | None) -> list[str]:
     ]
 
 
-def over_sharded(assembled: Assembled) -> list[str]:
+def over_sharded(plan: Plan, num_parameters: int) -> list[str]:
     """Warn if a tensor axis leaves a device less of the model than is worth waiting for."""
-    plan, num_parameters = assembled.plan, assembled.model_leaves.num_parameters
     own = num_parameters // math.prod(plan.size(axis) for axis in MODEL_AXES)
     if plan.size("tensor") == 1 or own >= TINY_SHARD:
         return []
