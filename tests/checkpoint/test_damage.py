@@ -312,3 +312,15 @@ def test_no_flipped_bit_in_any_file_goes_unnoticed_and_changes_an_array(run):
             else:
                 jax.tree.map(np.testing.assert_array_equal, again, good)
             file.write_bytes(content)
+
+
+def test_checkpoints_that_are_gone_are_missed(sound, tmp_path, capfd):
+    shutil.copytree(sound, tmp_path / "run")
+    shutil.move(tmp_path / "run/checkpoints", tmp_path / "away")
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    with pytest.raises(UserError, match=r"are gone\n.*it has saved step 2, 4, and none is there"):
+        fit(tmp_path / "run", steps=6)
+    assert main(["check", str(tmp_path / "run")]) == 2
+    assert "are gone" in capfd.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert find_resume_point("never", tmp_path / "run") is None

@@ -66,3 +66,11 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
 )
 def test_tokens_are_kept_in_the_smallest_type(size, dtype):
     assert token_dtype(size) == dtype
+
+
+def test_bytes_are_the_same_tokens_in_a_file(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(ByteTokenizer.to_json(), encoding="utf-8")
+    file, bytes_ = load_tokenizer(str(tmp_path)), ByteTokenizer()
+    for text in ["", "Hello\n  world\t!", "".join(map(chr, range(1, 1000))), "<|im_end|>é漢😀"]:
+        assert file.encode_many([text])[0].tolist() == bytes_.encode_many([text])[0].tolist()
+        assert file.decode(bytes_.encode_many([text])[0]) == text

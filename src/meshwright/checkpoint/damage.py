@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.errors import UserError, did_you_mean, first_line
+from meshwright.errors import Setting, UserError, did_you_mean, first_line
+from meshwright.text.json_text import parse_json
 
 SUFFIX = ".damaged"
 _NOT_DAMAGE = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
@@ -105,9 +106,33 @@ def missing_folder(path: Path) -> UserError:
     return UserError(f"there is no folder {path}", why=why, fix=_NAME_ONE)
 
 
+def saved_before(run: Path) -> list[int]:
+    """Return the steps that a run folder says were saved, whether or not they are there."""
+    try:
+        lines = (run / "events.jsonl").read_bytes().splitlines()
+    except OSError:
+        return []
+    events = [event for event in map(parse_json, lines) if isinstance(event, dict)]
+    saved = [event.get("step") for event in events if event.get("kind") == "checkpoint"]
+    return sorted({step for step in saved if isinstance(step, int)})
+
+
+def checkpoints_gone(run: Path, saved: Sequence[int]) -> UserError:
+    """Return the error about a run folder whose checkpoints are not there any more."""
+    steps = ", ".join(map(str, saved[-3:]))
+    return UserError(
+        f"the checkpoints of the run in {run} are gone",
+        why=f"it has saved step {'…, ' if len(saved) > 3 else ''}{steps}, and none is there",
+        fix=f"put its checkpoints folder back, or start over with {Setting('resume', 'never')} or "
+        f"another {Setting('hydra.run.dir')}",
+    )
+
+
 def no_checkpoint(path: Path, folder: Path) -> UserError:
     """Return the error about a path whose checkpoint folder has no checkpoints."""
     what = f"there is no checkpoint in {path}"
+    if gone := saved_before(path):
+        return checkpoints_gone(path, gone)
     if (path / _RUN_FILE).is_file():
         return UserError(
             what,

@@ -148,7 +148,9 @@ def _lines(result: FitResult, sample: str | None, grade: str | None) -> list[str
             f"to resume: the same command with {shlex.quote(f'hydra.run.dir={result.run_dir}')}"
         )
     if sample:
-        more = shlex.join([*invoked_as(), "generate", str(result.run_dir), "--prompt"])
+        chat = ["--chat"] if result.metadata.config.get("data", {}).get("kind") == "chat" else []
+        words = ["generate", str(result.run_dir), *chat, "--prompt"]
+        more = shlex.join([*invoked_as(), *words])
         lines.append(f'more of it: {more} "…"')
     return [
         *lines,

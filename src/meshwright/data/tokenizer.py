@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,6 +84,20 @@ class ByteTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         """Return ``bytes``."""
         return "bytes"
+
+    @staticmethod
+    def to_json() -> str:
+        """Return the same as a tokenizer.json, in which a character stands for each byte."""
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in shown]
+        vocabulary = {chr(byte): byte for byte in shown}
+        vocabulary |= {chr(256 + n): byte for n, byte in enumerate(others)}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        level["use_regex"] = False
+        model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+        parts = {"pre_tokenizer": level, "decoder": level, "model": model}
+        empty = {"truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
+        return json.dumps({"version": "1.0", **empty, "post_processor": None, **parts})
 
 
 class FileTokenizer(Tokenizer):

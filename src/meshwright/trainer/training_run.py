@@ -215,8 +215,11 @@ class TrainingRun:
     def _keep_base(self, state: TrainState) -> None:
         """Remember the weights that are not trained, once."""
         if self._run_dir is not None and self._asked.checkpoint.enabled:
-            metadata, weights = self._metadata.at(0), self._start.weights
-            keep_base(self._run_dir, self._assembled, self._form, state, metadata, weights)
+            metadata, weights, lora = self._metadata.at(0), self._start.weights, self._trainer.lora
+            adapters = None if lora is None else lora.init_from
+            keep_base(
+                self._run_dir, self._assembled, self._form, state, metadata, weights, adapters
+            )
 
     def _log_start(self, log: RunLog, compiled: CompiledStep) -> None:
         deviations = compiled.deviations(from_bytes=WARN_FROM_BYTES)

@@ -16,9 +16,10 @@ from meshwright.program.trace.adapters import Adapter
 from meshwright.weights.families import find_family
 from meshwright.weights.family import TensorRow
 from meshwright.weights.hf_folder import listed
-from meshwright.weights.safetensors_format import read_header, write_file
+from meshwright.weights.safetensors_format import read_header, read_remarks, write_file
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DIGEST = "base_digest"
 _PREFIX = "base_model.model."
 _OTHER = {
     "use_dora": (False,),
@@ -104,8 +105,12 @@ def write_peft(
     base: str | None,
     shapes: Mapping[str, Sequence[int]],
     dropout: float = 0.0,
+    digest: str = "",
 ) -> list[str]:
-    """Write a PEFT folder of adapters and their factors; return the names of its tensors."""
+    """Write a PEFT folder of adapters and their factors; return the names of its tensors.
+
+    ``digest`` is that of the base, which is compared when the adapters are read again.
+    """
     places = [place for adapter in adapters for place in _places(adapter, kind)]
     tensors = {place.name: place.tensor(np.asarray(factors[place.path])) for place in places}
     modules = [place.module for place in places]
@@ -129,8 +134,14 @@ def write_peft(
         {name: tensor.shape for name, tensor in tensors.items()},
         "float32",
         iter(tensors.values()),
+        **{_DIGEST: digest},
     )
     return list(tensors)
+
+
+def digest_of_base(folder: Path) -> str:
+    """Return the digest of the base that adapters were trained on; empty if it is not known."""
+    return read_remarks(folder / PEFT_WEIGHTS).get(_DIGEST, "")
 
 
 def _short(modules: Sequence[str], every: Sequence[str]) -> list[str]:

@@ -119,12 +119,22 @@ def _open(file: Path) -> Generator[Any]:
     )
 
 
+def read_remarks(file: Path) -> dict[str, str]:
+    """Return what a file says of itself besides its tensors."""
+    with _open(file) as opened:
+        return opened.metadata() or {}
+
+
 def write_file(
-    file: Path, shapes: Mapping[str, Sequence[int]], dtype: str, arrays: Iterator[NDArray[Any]]
+    file: Path,
+    shapes: Mapping[str, Sequence[int]],
+    dtype: str,
+    arrays: Iterator[NDArray[Any]],
+    **remarks: str,
 ) -> None:
     """Write a file one tensor at a time, in the order of the shapes; NumPy names the dtype."""
     target = DTYPES[DTYPE_NAMES[dtype]]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **remarks}}
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * target.itemsize

@@ -1,5 +1,6 @@
 """Runs that train adapters or a part of a model: resumed, loaded, exported, in PEFT's folders."""
 
+import dataclasses
 import json
 import shutil
 
@@ -14,6 +15,10 @@ from quick import quick_module
 import meshwright as mw
 from meshwright.checkpoint import CheckpointReader
 from meshwright.cli.main import main
+from meshwright.errors import UserError
+from meshwright.trainer.trained.base_weights import check_adapters, find_base
+from meshwright.weights.peft_folder import PEFT_WEIGHTS
+from meshwright.weights.safetensors_format import write_file
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -129,9 +134,20 @@ def test_a_run_starts_from_adapters_of_peft_and_leaves_as_such_or_merged(tmp_pat
     merged = mw.load_model(folders["hf"])
     np.testing.assert_allclose(merged(saved["input_ids"]), saved["logits"], atol=1e-5)
     assert "rank 2" in (tmp_path / "hf" / "README.md").read_text()
-    again = adapted_llama(init_from=folders["peft"])(None)
+    again = adapted_llama(init_from=folders["peft"])(tmp_path / "again")
     for path, value in run.params.items():
         np.testing.assert_allclose(again.params[path], value, rtol=1e-6)
+
+
+def test_adapters_of_a_base_with_other_numbers_are_refused(run, tmp_path):
+    base = find_base(run.run_dir)
+    write_file(tmp_path / PEFT_WEIGHTS, {}, "float32", iter(()), base_digest=base.identity)
+    check_adapters(tmp_path, base)
+    with pytest.raises(UserError, match=f"of another base\n.*was {base.digest}, and that of"):
+        check_adapters(tmp_path, dataclasses.replace(base, digest="0"))
+    # Digests of other formats cannot be compared.
+    halved = dict.fromkeys(base.formats, "bfloat16")
+    check_adapters(tmp_path, dataclasses.replace(base, digest="0", formats=halved))
 
 
 @pytest.mark.full

@@ -235,10 +235,14 @@ def reason_for(
     fastest = all(each.time.step >= best.time.step for each in result.plans)
     speed = "and is fastest" if fastest else "and nothing simpler is as fast"
     cause = speed if fits_alone else "because a whole copy does not fit on one device"
-    used = [axis for axis in (*MODEL_AXES, CONTEXT) if axis in mesh]
-    if set(used) <= set(fixed):
+    used = [axis for axis in MODEL_AXES if axis in mesh]
+    if {*used, *({CONTEXT} & set(mesh))} <= set(fixed):
         cause = "as you asked"
-    return f"{' and '.join(does(estimator, estimate.plan, axis) for axis in used)}, {cause}"
+    shards = " and ".join(does(estimator, estimate.plan, axis) for axis in used)
+    if CONTEXT not in mesh:
+        return f"{shards}, {cause}"
+    rows = f"{does(estimator, estimate.plan, CONTEXT)}, and so their activations"
+    return f"{shards}, {cause}; {rows}" if used else f"{rows}, {cause}"
 
 
 class NothingFits(UserError):

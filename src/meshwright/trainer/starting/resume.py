@@ -17,7 +17,9 @@ from meshwright.checkpoint.damage import (
     Damage,
     DamagedCheckpoint,
     all_damaged,
+    checkpoints_gone,
     list_set_aside,
+    saved_before,
     set_aside,
 )
 from meshwright.checkpoint.reader import read_run_id
@@ -275,14 +277,20 @@ def _text(values: Mapping[str, Any], key: str) -> str:
 
 def _find_newest(where: Path | None, *, same_run: bool) -> dict[str, Any]:
     """Look for the newest checkpoint, in the main process only; empty if there is none."""
-    if where is None or (same_run and not (where / FOLDER).is_dir()):
+    if where is None:
         return {}
     try:
-        folder, step = (where / FOLDER, None) if same_run else find_store(where)
-        reader = CheckpointReader(folder)
-        candidates = reader.steps() if step is None else [step]
-        # What was asked for by name is not replaced by another one.
-        return _newest_sound(reader, candidates if same_run else candidates[-1:], same_run=same_run)
+        found: dict[str, Any] = {}
+        if not same_run or (where / FOLDER).is_dir():
+            folder, step = (where / FOLDER, None) if same_run else find_store(where)
+            reader = CheckpointReader(folder)
+            candidates = reader.steps() if step is None else [step]
+            # What was asked for by name is not replaced by another one.
+            chosen = candidates if same_run else candidates[-1:]
+            found = _newest_sound(reader, chosen, same_run=same_run)
+        if not found and (gone := saved_before(where)):
+            raise checkpoints_gone(where, gone)
+        return found
     except UserError as error:
         return {"error": error.what, "why": error.why, "fix": error.fix}
 

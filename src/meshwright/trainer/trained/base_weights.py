@@ -28,6 +28,7 @@ from meshwright.trainer.run_dir import write_files
 from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.load import load_array
 from meshwright.weights.match import Weights, find_weights
+from meshwright.weights.peft_folder import digest_of_base
 
 RECORD = "base.json"
 FOLDER = "base"
@@ -46,6 +47,12 @@ class Base:
     formats: Mapping[str, str]
     adapters: Sequence[Adapter]
     run: Path
+
+    @property
+    def identity(self) -> str:
+        """The digest, and of how many weights in which formats it is."""
+        formats = sorted(set(self.formats.values()))
+        return " ".join([self.digest, str(len(self.formats)), *formats])
 
     def read(self, paths: Sequence[str] | None = None) -> dict[str, Any]:
         """Return weights by path as NumPy arrays; if all are read, their digest is compared."""
@@ -122,6 +129,19 @@ def _sum(array: Any) -> Any:
     return ((bits ^ (bits >> 15)) * (2 * position + 1)).sum(dtype=jnp.uint32)
 
 
+def check_adapters(folder: Path, base: Base) -> None:
+    """Raise if adapters were trained on another base, as far as that can be told."""
+    was = broadcast(digest_of_base(folder) if is_main() else "")
+    digest, _, compared = was.partition(" ")
+    if digest == base.digest or compared != base.identity.partition(" ")[2]:
+        return
+    raise UserError(
+        f"the adapters in {folder} are of another base",
+        why=f"the digest of their base was {digest}, and that of the run's base is {base.digest}",
+        fix="use the base that they were trained on, or export merged weights and train those",
+    )
+
+
 def keep_base(
     run_dir: Path,
     assembled: Assembled,
@@ -129,8 +149,12 @@ def keep_base(
     state: TrainState,
     metadata: CheckpointMetadata,
     weights: str | Path | None,
+    adapters: str | Path | None = None,
 ) -> None:
-    """Remember the base of a run in its folder, with the weights if no other folder has them."""
+    """Remember the base of a run in its folder, with the weights if no other folder has them.
+
+    The PEFT folder that its ``adapters`` come from must be of the same base.
+    """
     if not form.base:
         return
     arrays = form.base_arrays(state)
@@ -143,6 +167,8 @@ def keep_base(
         adapters=list(assembled.model_leaves.adapters.values()),
         run=run_dir,
     )
+    if adapters is not None:
+        check_adapters(Path(adapters), record)
     known = find_base(run_dir) if is_main() else None
     if broadcast(known and (known.digest, known.weights)) == [record.digest, record.weights]:
         return

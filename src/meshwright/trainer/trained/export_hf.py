@@ -17,7 +17,9 @@ from meshwright.checkpoint import CheckpointReader
 from meshwright.checkpoint.export import Which, choose_checkpoint, read_averages
 from meshwright.config.argument_checks import check_kind, check_path
 from meshwright.config.schema import Config
+from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.errors import UserError
+from meshwright.generation.text_settings import read_text_settings
 from meshwright.processes import barrier, is_main
 from meshwright.program.trace.adapters import Adapter, merge_adapters
 from meshwright.runtime.other_names import also_called
@@ -25,7 +27,7 @@ from meshwright.trainer.trained.base_weights import Base, find_base, without_fac
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.model_card import CARD, model_card
 from meshwright.weights.families import FAMILIES, find_family, read_architecture
-from meshwright.weights.hf_folder import CONFIG
+from meshwright.weights.hf_folder import CONFIG, TOKENIZER
 from meshwright.weights.kept import KeptFiles, read_kept
 from meshwright.weights.write_folder import (
     Exported,
@@ -71,7 +73,7 @@ def export_hf(
     check_kind("run", run, (str, Path), "write a run folder, or the result of a fit")
     reader, number = choose_checkpoint(check_path("run", run), step, which)
     metadata = reader.metadata(number)
-    kept = read_kept(reader.folder.parent)
+    kept = files_of(reader.folder.parent)
     kind, arguments = read_kind(metadata.config, kept)
     saved, base = reader.shapes(number), find_base(reader.folder)
     if base is not None:
@@ -90,6 +92,14 @@ def export_hf(
     exported = write_folder(Source(kind, arguments, shapes, read, files), target, dtype)
     _warn_rounded(exported, dtype)
     return exported
+
+
+def files_of(run: Path) -> dict[str, str]:
+    """Return the files of a run that its exports have, with a tokenizer where bytes are tokens."""
+    kept = read_kept(run)
+    if TOKENIZER not in kept and read_text_settings(run).bytes_are_tokens:
+        kept[TOKENIZER] = ByteTokenizer.to_json()
+    return kept
 
 
 _BASE = "base"
@@ -156,7 +166,8 @@ def _export_result(result: FitResult, target: Path, dtype: str | None) -> Export
     merged = _with_adapters(read, list(assembled.model_leaves.adapters.values()))
     base = None if result.run_dir is None else find_base(result.run_dir)
     card = model_card(target.name, result.metadata, result.run_dir, base, peft=False)
-    files = {**result.hf_files, CARD: card}
+    own = {} if result.run_dir is None else files_of(result.run_dir)
+    files = {**own, **result.hf_files, CARD: card}
     source = Source(kind, arguments, without_factors(shapes), merged, files)
     if is_main():
         exported = write_folder(source, target, dtype)

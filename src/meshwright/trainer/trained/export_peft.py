@@ -9,11 +9,10 @@ from meshwright.checkpoint.export import Which, choose_checkpoint, read_averages
 from meshwright.config.argument_checks import check_path
 from meshwright.errors import UserError
 from meshwright.trainer.trained.base_weights import find_base
-from meshwright.trainer.trained.export_hf import read_kind
+from meshwright.trainer.trained.export_hf import files_of, read_kind
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.model_card import CARD, model_card
 from meshwright.weights.hf_folder import CONFIG
-from meshwright.weights.kept import read_kept
 from meshwright.weights.peft_folder import write_peft
 from meshwright.weights.write_folder import check_target
 
@@ -51,7 +50,7 @@ def export_peft(
             why="PEFT folders hold adapters alone",
             fix="write all weights: --to hf FOLDER, or mw.export_hf",
         )
-    kept = read_kept(reader.folder.parent)
+    kept = files_of(reader.folder.parent)
     kind, _ = read_kind(metadata.config, kept)
     factors = [path for adapter in base.adapters for path in adapter.paths]
     others = sorted(set(reader.shapes(number)["params"]) - set(factors))
@@ -71,7 +70,7 @@ def export_peft(
     dropout = metadata.config.get("lora", {}).get("dropout", 0.0)
     names = write_peft(
         target, kind, base.adapters, arrays,
-        base=base.weights, shapes=base.shapes, dropout=dropout,
+        base=base.weights, shapes=base.shapes, dropout=dropout, digest=base.identity,
     )  # fmt: skip
     card = model_card(target.name, metadata, base.run, base, peft=True)
     for name, text in {**kept, CARD: card}.items():
