@@ -1,6 +1,7 @@
 """An estimator of transformers by arithmetic, for tests of searches that need no traced program."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.hardware import Hardware
@@ -45,6 +46,9 @@ class ClosedForm:
     @property
     def tokens_per_sample(self) -> int:
         return self.tokens
+
+    def row_obstacle(self, sizes: Mapping[str, int]) -> str:
+        return "its rows stay whole"
 
     def sharded_share(self, plan: Plan, axis: str) -> float:
         return 1.0

@@ -332,7 +332,9 @@ def settings(capfd, *argv: str) -> tuple[int, dict, str]:
 def test_train_takes_the_plan(file, capfd):
     code, config, _ = settings(capfd, f"plan={file}", "mesh.fsdp=4")
     assert code == 0
-    assert config["mesh"] == {"pipe": 2, "data": 1, "fsdp": 4, "tensor": 1, "auto": False}
+    assert config["mesh"] == {
+        **dict.fromkeys(("data", "context", "tensor"), 1), "pipe": 2, "fsdp": 4, "auto": False
+    }  # fmt: skip
     assert config["training"]["global_batch_size"] == 32
     assert config["training"]["micro_batch_size"] == 1
     assert config["sharding"]["remat"] == "full"

@@ -114,6 +114,7 @@ OTHER = {
     "mesh.data": 4,
     "mesh.fsdp": 2,
     "mesh.tensor": 2,
+    "mesh.context": 2,
     "mesh.auto": True,
     "sharding.zero": 1,
     "sharding.keep_gathered": True,

@@ -102,5 +102,5 @@ def test_a_constant_is_traced_once_and_its_bytes_are_not_kept(monkeypatch):
     monkeypatch.setattr(masks, "_known", known)
     assembled(build(["another_numpy_mask", "grouped"]), loss, batch(), "xla")
     assert len(traced) == len(set(traced)) > 0
-    digests = [digest for _, consts, *_ in known for *_, digest in consts]
+    digests = [digest for (_, consts), *_ in known for *_, digest in consts]
     assert {len(digest) for digest in digests} == {32}

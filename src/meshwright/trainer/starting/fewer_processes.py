@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from meshwright.config.batch import solve_batch
 from meshwright.errors import UserError
-from meshwright.mesh.axes import describe_sizes
+from meshwright.mesh.axes import CONTEXT, PIPE, TENSOR, describe_sizes
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.runtime.attempts import Fit, ProcessRange
@@ -78,7 +78,7 @@ def shrink_plan(plan: Plan, num_devices: int, *, keep_micro: bool = False) -> Pl
     """
     if num_devices == plan.num_devices:
         return plan
-    kept = ["tensor", "pipe", *(["context"] if plan.size("context") > 1 else [])]
+    kept = [TENSOR, PIPE, *([CONTEXT] if plan.size(CONTEXT) > 1 else [])]
     fixed, old = math.prod(map(plan.size, kept)), plan.batch
     replicas, rest = divmod(num_devices, fixed)
     if rest or not replicas:
