@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.config.argument_checks import clear_arguments
 from meshwright.data.chat_rows import ASSISTANT, CONVERT, ChatEncoder, ChatText, LossOn
 from meshwright.data.chat_template import (
     ChatTemplate,
@@ -131,7 +132,7 @@ def _packs(packing: ChatPacking, mixes: Callable[[], str] | None) -> bool:
     return packing == "best_fit" or (packing == "auto" and mixes is not None and not why)
 
 
-ChatData = chat_source
+ChatData = clear_arguments("mw.ChatData")(chat_source)
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,9 @@ def _files_of(folder: Path) -> Files:
 
 def no_template(folder: object, fix: str) -> UserError:
     """Return the error about a folder without a template."""
+    if folder is None:
+        why = "the model comes from no folder that has one"
+        return UserError("there is no chat template", why=why, fix=fix)
     why = f"neither {TEMPLATE} nor {CONFIG} has one"
     return UserError(f"there is no chat template in {folder}", why=why, fix=fix)
 

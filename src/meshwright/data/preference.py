@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.config.argument_checks import clear_arguments
 from meshwright.data.chat_rows import ChatEncoder, ChatText, read_messages
 from meshwright.data.chat_source import TooLong, chat_files, find_template, written_records
 from meshwright.data.contents import array_contents
@@ -153,7 +154,7 @@ def _marked(pairs: list[list[ChatText]], encoder: ChatEncoder) -> Sequence[Docum
     return [np.where(own, ~row.ids, row.ids) for row, own in zip(rows, learned, strict=True)]
 
 
-PreferenceData = preference_source
+PreferenceData = clear_arguments("mw.PreferenceData")(preference_source)
 
 
 def _read(record: Any, encoder: ChatEncoder) -> list[ChatText]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.config.argument_checks import clear_arguments
 from meshwright.data.corrupt import OnCorrupt
 from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
 from meshwright.data.documents import LONG, DocumentBlock, Packing, Position, pieces
@@ -67,7 +68,7 @@ def text_source(
     return corpus.rows(cache_dir, packing, sequence_length)
 
 
-TextData = text_source
+TextData = clear_arguments("mw.TextData")(text_source)
 
 
 def _blocks(
