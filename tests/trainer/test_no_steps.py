@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
+from meshwright.generation.text_settings import read_text_settings
 from meshwright.models.gpt import GPT
 from meshwright.trainer.starting.run_warnings import _long_warmup, fitting_warmup
 
@@ -102,3 +103,23 @@ def test_the_command_saves_a_run_that_can_be_used_and_continued(tmp_path, capfd)
     assert "trained 2 steps of " in told.out
     assert main([w for w in [*words, "training.steps=3"] if w != "--json"]) == 0
     assert "trained 1 step (3 steps in all) of " in capfd.readouterr().out
+
+
+def test_a_run_of_python_keeps_the_chat_template_and_tokenizer_of_its_data(tmp_path):
+    talk = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    data = mw.ChatData(
+        path=str(tmp_path / "talks.jsonl"), sequence_length=64, template="chatml", packing="none"
+    )
+    trainer = mw.Trainer(
+        model=lambda rngs: GPT(
+            num_blocks=1, hidden_size=8, num_heads=1, vocab_size=256, context_length=65, rngs=rngs
+        ),
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        devices=jax.devices()[:1],
+    )
+    trainer.fit(data, steps=0, batch_size=1, run_dir=tmp_path / "run")
+    kept = read_text_settings(tmp_path / "run")
+    assert "<|im_end|>" in kept.chat.text
+    assert kept.tokenizer.encode_many(["é"])[0].tolist() == [0xC3, 0xA9]

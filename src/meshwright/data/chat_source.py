@@ -174,9 +174,11 @@ class LearnedRows(PackedRows):
 
     Attributes:
         apart: whether rows hold several conversations, which ``segment_ids`` tell apart.
+        template: the chat template; None if there is none.
     """
 
     apart: bool = True
+    template: ChatTemplate | None = None
 
     def rows(self, ids: NDArray[np.int64]) -> HostBatch:
         """Return the fields of `PackedRows`, and ``mask`` [len(ids), sequence_length]."""
@@ -356,7 +358,9 @@ def _rows(
             f"{row_length:,} tokens",
             fix=f"write a larger {Setting('data.sequence_length')}",
         )
-    rows = LearnedRows(tokens, boundaries, index, corpus.name, encoder.tokenizer, apart)
+    rows = LearnedRows(
+        tokens, boundaries, index, corpus.name, encoder.tokenizer, apart, encoder.template
+    )
     return with_count(rows, corrupt)
 
 

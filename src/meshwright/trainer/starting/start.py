@@ -16,7 +16,7 @@ from meshwright.config.argument_checks import check_path
 from meshwright.data.chat_source import find_template
 from meshwright.data.chat_template import TEMPLATE
 from meshwright.data.document_marks import CONFIG as TOKENIZER_CONFIG
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.inputs.user_model import exists
 from meshwright.program.trace.adapters import merge_adapters
@@ -32,7 +32,7 @@ from meshwright.trainer.trained.base_weights import find_base, without_factors
 from meshwright.trainer.trained.export_hf import read_kind
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trainer_settings import TrainerSettings
-from meshwright.weights.hf_folder import describe_differences, open_folder
+from meshwright.weights.hf_folder import TOKENIZER, describe_differences, open_folder
 from meshwright.weights.hf_model import HfModel, check_numbers
 from meshwright.weights.kept import keep_files, read_kept
 from meshwright.weights.load import load_state, weights_of
@@ -167,6 +167,10 @@ def _hf_files(
     data: Any = asked.config.get("data", {}) if asked.config else {}
     given = data.get("template") if data.get("kind") in ("chat", "mixture", "preference") else None
     template = find_template(given, asked.tokenizer)
+    if template is None and not asked.config:
+        template = getattr(getattr(asked.data, "source", None), "template", None)
+        bytes_ = asked.data is not None and isinstance(asked.data.tokenizer, ByteTokenizer)
+        files |= {TOKENIZER: ByteTokenizer.to_json()} if template is not None and bytes_ else {}
     return files | ({} if template is None else {TEMPLATE: template.text})
 
 
