@@ -98,6 +98,7 @@ def test_a_run_leaves_everything_behind_and_says_where(run, tmp_path, talkative_
     assert json.loads((folder / "result.json").read_text())["steps"] == 2
 
 
+@pytest.mark.full
 def test_evaluation_says_how_many_samples_it_used(run, tmp_path):
     random = np.random.default_rng(0)
     images = random.integers(0, 255, (74, 28, 28, 1), dtype=np.uint8)
@@ -115,6 +116,7 @@ def test_evaluation_says_how_many_samples_it_used(run, tmp_path):
     assert note in err
 
 
+@pytest.mark.full
 def test_a_named_run_evaluates_with_a_loss_of_its_own_on_a_known_number_of_samples(run, tmp_path):
     tiny = ("model=own_train:Net", "task=classification", "task.input_name=x", "data=synthetic")
     tiny += ("task.input_shape=[4]", "task.num_classes=8", "training.global_batch_size=8")

@@ -80,6 +80,7 @@ def sharded(model, mesh):
     return nnx.merge(graphdef, jax.tree.map(place, state))
 
 
+@pytest.mark.full
 def test_an_encoder_runs_once():
     source = np.random.default_rng(1).integers(1, VOCABULARY, (3, 7)).astype(np.int32)
     source[1, 4:] = 0

@@ -78,6 +78,7 @@ def test_what_is_computed_has_the_format_that_was_asked_for():
     assert logits.dtype == jnp.float32
 
 
+@pytest.mark.full
 def test_a_model_that_changes_between_calls_is_seen():
     model, prompts = Grouped(rngs=nnx.Rngs(0)), [[1, 2, 3]]
 

@@ -72,6 +72,7 @@ def test_two_launches_join_one_run_by_variables(tmp_path):
     assert others == [f"[{n}] [{n}, {n % 2}, 4, [0, 1, 2, 3]]" for n in (1, 2, 3)]
 
 
+@pytest.mark.full
 def test_two_launches_join_one_run_by_flags(tmp_path):
     flags = ["--nodes=2", "--coordinator", f"127.0.0.1:{free_port()}"]
     # The second machine knows its number from SkyPilot.

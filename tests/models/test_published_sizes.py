@@ -110,7 +110,7 @@ def check_stages(assembled, name):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("gemma3_tiny", "pipe=2,data=4"),
+        pytest.param("gemma3_tiny", "pipe=2,data=4", marks=pytest.mark.full),
         pytest.param("llama3_tiny", "fsdp=4,tensor=2", marks=pytest.mark.full),
         ("qwen3_tiny", "fsdp=8"),
     ],

@@ -256,6 +256,7 @@ def test_what_plans_share_does_not_depend_on_their_order(estimator):
         assert alone.time == shared.time
 
 
+@pytest.mark.full
 def test_bounds_take_one_program_for_all_meshes_and_are_hardly_too_long():
     fresh = Estimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
     plans = [make_plan(mesh, microbatches=8, precision="bf16") for mesh in MESHES]

@@ -71,7 +71,9 @@ def plain(model, batch):
     return float(value), float(metrics["largest"].total / metrics["largest"].weight)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize(
+    "count", [*(pytest.param(count, marks=pytest.mark.full) for count in (100, 400)), 3]
+)
 def test_every_sample_counts_exactly_once(result, count):
     held_out = samples(count)
     values = result.evaluate(held_out)

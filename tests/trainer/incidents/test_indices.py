@@ -58,6 +58,7 @@ LABEL = "`y` has the index 99 (row 5 of the batch), and the loss looks it up amo
 
 
 @pytest.mark.filterwarnings("ignore:`")
+@pytest.mark.full
 def test_a_run_that_it_stops_names_the_index_and_so_does_replay(tmp_path):
     with pytest.raises(NotFinite, match=re.escape(LABEL)):
         trainer().fit([batch(y=99)], steps=1, run_dir=tmp_path, progress=False)
