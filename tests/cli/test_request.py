@@ -25,18 +25,13 @@ def test_secrets_do_not_describe_a_model():
     assert describing(words) == ["model=gpt2", "data.path=/data"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        pytest.param(
-            *(["training.steps=2"], "training.steps=2 only shapes the learning rate here; "),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *(["training.max_duration=3st"], "training.max_duration=3st only shapes the learning "),
-            marks=pytest.mark.full,
-        ),
-        pytest.param([], "", marks=pytest.mark.full),
+        (["training.steps=2"], "training.steps=2 only shapes the learning rate here; "),
+        (["training.max_duration=3st"], "training.max_duration=3st only shapes the learning rate "),
+        ([], ""),
     ],
 )
 def test_a_duration_is_not_how_many_steps_are_compared(words, said, capfd, tmp_path, monkeypatch):
