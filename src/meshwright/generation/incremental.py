@@ -99,7 +99,7 @@ class IncrementalDecoder:
         chunk = self.traced.chunk
         tokens = _lengthened(tokens, 1, -(-tokens.shape[1] // chunk) * chunk)
         program = self._program_for_prompts(tokens.shape[1])
-        whole = program.jaxpr.invars[-1].aval.shape[1] == tokens.shape[1]
+        whole = aval_of(program.jaxpr.invars[-1]).shape[1] == tokens.shape[1]
         attention = self.traced.attention(tokens.shape[1]) if whole else {}
 
         def one(row: Array, length: Array, source: Source) -> tuple[Array, Cache]:

@@ -225,7 +225,7 @@ class Positions:
         if program is None:
             return None
         spans = mask_spans(program, row, key)
-        most = program.out_avals[0].shape[key]
+        most = aval_of(program.jaxpr.outvars[0]).shape[key]
         self.windows |= {span.most + 1 for span in spans if 0 <= span.most < most - 1}
         return spans
 
