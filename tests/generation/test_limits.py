@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from meshwright.errors import UserError
-from meshwright.generation.generate import generate, how_generated
+from meshwright.generation.generate import generate
+from meshwright.generation.model_facts import how_generated
 from meshwright.generation.text_scores import score_documents
 
 TOKENS, ROWS = 32, 12

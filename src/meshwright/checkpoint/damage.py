@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import Setting, UserError, did_you_mean, first_line
-from meshwright.text.json_text import parse_json
+from meshwright.tracking.run_files import read_lines
 
 SUFFIX = ".damaged"
 _NOT_DAMAGE = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
@@ -108,13 +108,8 @@ def missing_folder(path: Path) -> UserError:
 
 def saved_before(run: Path) -> list[int]:
     """Return the steps that a run folder says were saved, whether or not they are there."""
-    try:
-        lines = (run / "events.jsonl").read_bytes().splitlines()
-    except OSError:
-        return []
-    events = [event for event in map(parse_json, lines) if isinstance(event, dict)]
-    saved = [event.get("step") for event in events if event.get("kind") == "checkpoint"]
-    return sorted({step for step in saved if isinstance(step, int)})
+    events = read_lines(run / "events.jsonl")
+    return sorted({event["step"] for event in events if event.get("kind") == "checkpoint"})
 
 
 def checkpoints_gone(run: Path, saved: Sequence[int]) -> UserError:

@@ -15,7 +15,7 @@ from rich.text import Text
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request, assemble_first
 from meshwright.errors import ExitCode, UserError
-from meshwright.generation.generate import how_generated
+from meshwright.generation.model_facts import how_generated
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.svg_drawing import mesh_svg

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,10 +17,10 @@ from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import check_count, clear_arguments, wrong_kind
 from meshwright.errors import UserError, argument
-from meshwright.generation.make_decoder import how_decoded, make_decoder
+from meshwright.generation.generated_rows import Generated
+from meshwright.generation.make_decoder import how_decoded
 from meshwright.generation.model_facts import (
     UNLIMITED,
-    context_of,
     half_precision,
     known_context,
     limit_of,
@@ -54,63 +53,6 @@ _SHOWN = 3
 
 Prompts = Any
 """A text, token ids, messages of a conversation, or a sequence or an array of those."""
-
-
-@dataclass(frozen=True, repr=False)
-class Generated(Sequence[Row]):
-    """What a model generated: one `Row` after the other, sample by sample, in the prompts' order.
-
-    Attributes:
-        rows: all of them.
-        seconds: how long it took, with compilation.
-        remarks: what was taken from files, and what was done otherwise than asked.
-        pace: how fast tokens came from programs that were compiled already.
-    """
-
-    rows: tuple[Row, ...]
-    seconds: float
-    remarks: tuple[str, ...] = ()
-    pace: Pace = field(default_factory=Pace)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[index]
-
-    @property
-    def texts(self) -> list[str | None]:
-        """The text of each; None without a tokenizer."""
-        return [row.text for row in self.rows]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The new tokens of each."""
-        return [row.tokens for row in self.rows]
-
-    @property
-    def num_tokens(self) -> int:
-        """The new tokens of all."""
-        return sum(map(len, self.tokens))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens by seconds, with compilation."""
-        return self.num_tokens / max(self.seconds, 1e-9)
-
-    def __repr__(self) -> str:
-        """Return how much there is."""
-        return f"Generated({counted(len(self), 'row')}, {self.seconds:.1f} s)"
-
-    def __str__(self) -> str:
-        """Return the texts, or the tokens, and how fast they came."""
-        lines = [
-            f"{row.prompt.number}.{row.sample}: {row.tokens if row.text is None else row.text}  "
-            f"[{counted(len(row.tokens), 'token')}, {row.ended}]"
-            for row in self.rows
-        ]
-        rate = f"{self.pace.describe(self.tokens_per_second)}, in {self.seconds:.1f} s"
-        return "\n".join([*lines, rate, *self.remarks])
 
 
 @dataclass(frozen=True)
@@ -361,9 +303,9 @@ def make_generator(
     """
     if not isinstance(model, nnx.Module):
         raise wrong_kind("model", model, "pass an nnx.Module, such as mw.load_model(folder)")
-    check_count("max_new_tokens", max_new_tokens)
-    check_count("samples", samples)
-    check_count("batch_size", batch_size)
+    counts = {"max_new_tokens": max_new_tokens, "samples": samples, "batch_size": batch_size}
+    for name, count in counts.items():
+        check_count(name, count)
     check_count("seed", seed, least=0, most=2**32 - 1)
     text, found = read_tokenizer(tokenizer)
     found = replace(found, answers=found.answers or answers)
@@ -372,12 +314,7 @@ def make_generator(
     if sampling.get("stop_tokens") is None and text.tokenizer is not None:
         stops += found.stops
     _check_stops(stops, text)
-    if samples > 1 and chosen.greedy:
-        raise UserError(
-            f"{argument('samples', samples)} would all be the same",
-            why="the temperature is 0, which takes the likeliest token",
-            fix=f"write {argument('temperature', 1)}",
-        )
+    _check_samples(samples, chosen)
     given = () if source is None else (np.asarray(jnp.asarray(source)),)
     split = split_model(model, half_precision(dtype), given)
     own = known_context(split, model)
@@ -406,6 +343,15 @@ def make_generator(
     )
 
 
+def _check_samples(samples: int, chosen: Sampling) -> None:
+    if samples > 1 and chosen.greedy:
+        raise UserError(
+            f"{argument('samples', samples)} would all be the same",
+            why="the temperature is 0, which takes the likeliest token",
+            fix=f"write {argument('temperature', 1)}",
+        )
+
+
 def _check_stops(stops: Sequence[str], text: TextTokens) -> None:
     if stops and (text.tokenizer is None or not all(stops)):
         given = stops[0] if len(stops) == 1 else list(stops)
@@ -427,40 +373,6 @@ def generated(generator: Generator, rows: Sequence[Row], started: float) -> Gene
     )
     remarks = (*generator.remarks, *sorted(generator.notes), *([remark] if full else []))
     return Generated(tuple(rows), time.perf_counter() - started, remarks, generator.pace)
-
-
-def how_generated(model: Any) -> str:
-    """Return how a model without values would be generated from; empty if it is no decoder."""
-    if not isinstance(model, nnx.Module):
-        return ""
-    length = min(context_of(model), 128)
-    try:
-        vocabulary_of(split_model(model), min(8, length))
-    except UserError:
-        return ""
-    return how_decoded(make_decoder(split_model(model), length))
-
-
-def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tuple[Any, Any]:
-    """Return the logits and the cache of a row, as shapes, for a model without values.
-
-    Args:
-        model: the model.
-        prompt: tokens of the prompt.
-        length: the most tokens of the row.
-        dtype: format of the weights while generating.
-    """
-    split, most = split_model(model, half_precision(dtype)), context_of(model)
-    weights = [
-        jax.ShapeDtypeStruct(w.shape, dtype if is_float and dtype is not None else w.dtype)
-        for w in split.weights
-        for is_float in [jnp.issubdtype(w.dtype, jnp.floating)]
-    ]
-    decoder = make_decoder(replace(split, weights=weights), length_bucket(min(length, most), most))
-    tokens, one = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,)))
-    return jax.eval_shape(
-        lambda values, *rows: decoder.start(decoder.prepare(values), *rows), weights, tokens, one
-    )
 
 
 def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import numpy as np
 from flax import nnx
 
 from meshwright.errors import UserError, argument, typed_line
+from meshwright.generation.make_decoder import how_decoded, make_decoder
 from meshwright.generation.position_limit import position_limit
-from meshwright.generation.token_decoder import SplitModel, remembered
+from meshwright.generation.token_decoder import SplitModel, remembered, split_model
+from meshwright.generation.token_loop import length_bucket
 
 UNLIMITED = 2**31 - 1
 
@@ -76,3 +79,37 @@ def _find_vocabulary(model: SplitModel, length: int) -> int:
             fix=fix,
         )
     return shape[-1]
+
+
+def how_generated(model: Any) -> str:
+    """Return how a model without values would be generated from; empty if it is no decoder."""
+    if not isinstance(model, nnx.Module):
+        return ""
+    length = min(context_of(model), 128)
+    try:
+        vocabulary_of(split_model(model), min(8, length))
+    except UserError:
+        return ""
+    return how_decoded(make_decoder(split_model(model), length))
+
+
+def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tuple[Any, Any]:
+    """Return the logits and the cache of a row, as shapes, for a model without values.
+
+    Args:
+        model: the model.
+        prompt: tokens of the prompt.
+        length: the most tokens of the row.
+        dtype: format of the weights while generating.
+    """
+    split, most = split_model(model, half_precision(dtype)), context_of(model)
+    weights = [
+        jax.ShapeDtypeStruct(w.shape, dtype if is_float and dtype is not None else w.dtype)
+        for w in split.weights
+        for is_float in [jnp.issubdtype(w.dtype, jnp.floating)]
+    ]
+    decoder = make_decoder(replace(split, weights=weights), length_bucket(min(length, most), most))
+    tokens, one = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,)))
+    return jax.eval_shape(
+        lambda values, *rows: decoder.start(decoder.prepare(values), *rows), weights, tokens, one
+    )

@@ -153,7 +153,12 @@ def _short(modules: Sequence[str], every: Sequence[str]) -> list[str]:
 
 
 def other_base(folder: Path, weights: str | Path | None) -> str:
-    """Warn if a PEFT folder names another base than these weights; empty if none can be told."""
+    """Warn if a PEFT folder names another base than these weights; empty if none can be told.
+
+    If it has the digest of its base, that is compared instead.
+    """
+    if digest_of_base(folder):
+        return ""
     own = Path(weights or "").resolve()
     named = Path(_read_config(folder).get("base_model_name_or_path") or own)
     # It may be a name of the Hub, or a folder of another machine.

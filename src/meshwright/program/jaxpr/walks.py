@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 from meshwright.program.jaxpr.equations import (
     CALLS,
@@ -107,3 +110,10 @@ def _input(jaxpr: Jaxpr, number: int) -> int | None:
     if isinstance(source, Literal) or source not in jaxpr.invars:
         return None
     return jaxpr.invars.index(source)
+
+
+def program_key(program: ClosedJaxpr) -> Hashable:
+    """Return what programs that compute the same have in common, with their constants."""
+    consts = [np.asarray(const) for const in program.consts]
+    values = ((c.shape, str(c.dtype), hashlib.sha256(c.tobytes()).digest()) for c in consts)
+    return str(program), tuple(values)

@@ -9,7 +9,7 @@ compiler divides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from meshwright.program.dims.op import nbytes_of
 from meshwright.program.dims.walk import ProgramDims, all_programs
 from meshwright.program.jaxpr.equations import (
     Equation,
-    Literal,
     Var,
     aval_of,
     name_stack,
@@ -30,15 +29,16 @@ from meshwright.program.jaxpr.equations import (
 )
 from meshwright.program.jaxpr.names import module_of
 from meshwright.program.kernels.attention_operands import free_dims
+from meshwright.program.kernels.attention_products import (
+    REPEATS,
+    AttentionProducts,
+    follow_scores,
+    score_products,
+)
 from meshwright.program.kernels.regions import Substitution, describe
 
 LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
 """Returns how a variable is sharded over the mesh; None if it is not."""
-
-_REPEATS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze"})
-"""Operations by which query heads that share a key head get one each."""
-
-_REDUCES = ("reduce_", "arg", "cum")
 
 
 @dataclass(frozen=True)
@@ -145,91 +145,12 @@ def find_exchanges(
         raise _no_positions(classes, size)
     for program in all_programs(classes.root):
         _refuse_loops(classes, program, size)
-        for product in _score_products(classes, program):
-            attention = _follow(classes, program, product)
+        for product in score_products(classes, program):
+            attention = follow_scores(classes, program, product)
             if attention is None:
                 raise _unknown(product, size)
             _place(_Placing(classes, program, layout, sizes), attention, found)
     return found
-
-
-class _Attention(NamedTuple):
-    """The two products of an attention.
-
-    Attributes:
-        scores: the product of queries and keys.
-        key_side: which of its operands is the key.
-        values: the product of weights and values.
-        weights_side: which of its operands is the weights.
-        dims: where each dim of the scores is in the weights; None if it is not.
-    """
-
-    scores: Equation
-    key_side: int
-    values: Equation
-    weights_side: int
-    dims: tuple[int | None, ...]
-
-
-def _score_products(classes: DimClasses, program: ProgramDims) -> Iterator[Equation]:
-    """Yield the products that relate positions to positions."""
-    for eqn in program.jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and all(
-            not isinstance(atom, Literal)
-            and program.values[atom].has_data
-            and set(classes.positions(program, atom)) & set(free_dims(eqn, side))
-            for side, atom in enumerate(eqn.invars)
-        ):
-            yield eqn
-
-
-def _follow(classes: DimClasses, program: ProgramDims, product: Equation) -> _Attention | None:
-    """Follow scores to the product with values; None if they take another way."""
-    of_operands = _result_sides(product)
-    positions = classes.positions(program, product.outvars[0])
-    tracked: dict[Var, tuple[int | None, ...]] = {
-        product.outvars[0]: tuple(range(len(of_operands)))
-    }
-    eqns = program.jaxpr.eqns
-    for eqn in eqns[eqns.index(product) + 1 :]:
-        for side, atom in enumerate(eqn.invars):
-            if isinstance(atom, Literal) or atom not in tracked:
-                continue
-            dims = tracked[atom]
-            if eqn.primitive.name == "dot_general":
-                summed = eqn.params["dimension_numbers"][0][side]
-                keys = [of_operands[n] for n in positions if dims[n] in summed]
-                if len(keys) != 1 or keys[0] is None:
-                    return None
-                return _Attention(product, keys[0], eqn, side, dims)
-            if eqn.primitive.name.startswith(_REDUCES):
-                continue
-            moved = [_moved(eqn, side, d) for d in dims]
-            if all(moved[n] is not None for n in positions):
-                tracked[eqn.outvars[0]] = tuple(moved)
-    return None
-
-
-def _result_sides(product: Equation) -> list[int | None]:
-    """Return for each dim of a product's result the operand that it is from; None for both."""
-    batch = product.params["dimension_numbers"][1]
-    return [*[None] * len(batch[0]), *(side for side in (0, 1) for _ in free_dims(product, side))]
-
-
-def _moved(eqn: Equation, side: int, dim: int | None) -> int | None:
-    """Return where an operand's dim is in the result; None if it is not there."""
-    if dim is None:
-        return None
-    before, after = aval_of(eqn.invars[side]).shape, aval_of(eqn.outvars[0]).shape
-    if eqn.primitive.name == "transpose":
-        return list(eqn.params["permutation"]).index(dim)
-    if eqn.primitive.name == "broadcast_in_dim":
-        return eqn.params["broadcast_dimensions"][dim]
-    if before == after:
-        return dim
-    ahead = math.prod(before[:dim])
-    same = (n for n, s in enumerate(after) if s == before[dim] and math.prod(after[:n]) == ahead)
-    return next(same, None) if eqn.primitive.name in _REPEATS else None
 
 
 class _Placing(NamedTuple):
@@ -303,7 +224,7 @@ def _source(program: ProgramDims, eqn: Equation, side: int) -> _Source:
     makers = {v: e for e in program.jaxpr.eqns for v in e.outvars}
     best = _operand(eqn, side)
     variable = best.variable
-    while (maker := makers.get(variable)) and maker.primitive.name in _REPEATS:
+    while (maker := makers.get(variable)) and maker.primitive.name in REPEATS:
         if not isinstance(maker.invars[0], Var):
             break
         variable = maker.invars[0]
@@ -318,7 +239,7 @@ def _operand(eqn: Equation, side: int) -> _Source:
     return _Source((eqn, side), variable, eqn, side)
 
 
-def _place(at: _Placing, attention: _Attention, found: ContextExchanges) -> None:
+def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) -> None:
     """Add what an attention exchanges."""
     scores, values = attention.scores, attention.values
     query = _operand(scores, 1 - attention.key_side)
@@ -416,7 +337,7 @@ def _exchange(
 
 
 def _heads(
-    at: _Placing, attention: _Attention, sources: Sequence[_Source]
+    at: _Placing, attention: AttentionProducts, sources: Sequence[_Source]
 ) -> tuple[tuple[int, int], ...] | None:
     """Return the dim of heads in queries, keys and values and in what they repeat.
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import Atom, ClosedJaxpr, Equation, Var, aval_of
 from meshwright.program.jaxpr.equations import Literal as Constant
+from meshwright.program.jaxpr.walks import program_key
 from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.surroundings import Scope
 
@@ -145,13 +144,6 @@ def _classify(
     if allowed is None:
         raise NotReplaced("its mask is neither causal, nor a sliding window, nor full")
     return allowed
-
-
-def program_key(program: ClosedJaxpr) -> Hashable:
-    """Return what programs that compute the same have in common, with their constants."""
-    consts = [np.asarray(const) for const in program.consts]
-    values = ((c.shape, str(c.dtype), hashlib.sha256(c.tobytes()).digest()) for c in consts)
-    return str(program), tuple(values)
 
 
 def mask_spans(program: ClosedJaxpr, query: int, key: int) -> list[Span]:

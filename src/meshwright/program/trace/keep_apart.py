@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.errors import Setting, UserError
@@ -41,7 +40,7 @@ from meshwright.program.jaxpr.equations import (
     structs_of,
 )
 from meshwright.program.jaxpr.names import module_of
-from meshwright.program.jaxpr.walks import called_programs
+from meshwright.program.jaxpr.walks import called_programs, program_key
 from meshwright.program.trace.normalize import normalize
 
 _MARKS = {f"meshwright.{name}": name for name in ("segments", "positions", "tokens", "logits")}
@@ -397,7 +396,7 @@ _known: dict[Any, bool] = {}
 def _banded(value: Callable[[], Any], dims: Sequence[int]) -> bool:
     """Whether a constant depends on the difference of two positions alone."""
     program = jax.make_jaxpr(value)()
-    key = str(program), *dims, *(np.asarray(const).tobytes() for const in program.consts)
+    key = program_key(program), *dims
 
     def check() -> Any:
         (found,) = Evaluator().run(program, [])

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.generation.generate import cache_shapes
+from meshwright.generation.model_facts import cache_shapes
 from meshwright.generation.text_settings import HALF
 from meshwright.planner.estimate.rollout_needs import RolloutNeeds
 from meshwright.program.trace.build_model import ModelSource, abstract_model

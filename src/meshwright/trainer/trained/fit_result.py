@@ -19,7 +19,8 @@ from meshwright.config.argument_checks import check_path
 from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
-from meshwright.generation.generate import Generated, generate
+from meshwright.generation.generate import generate
+from meshwright.generation.generated_rows import Generated
 from meshwright.generation.text_settings import HALF, read_text_settings
 from meshwright.processes import broadcast, is_main
 from meshwright.runtime.other_names import formerly
