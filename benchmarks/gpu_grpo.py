@@ -7,7 +7,10 @@ written by hand: transformers' generate with its static, compiled cache, the ref
 gradients under torch.compile, in parts of 16 rows like ours. Each side runs in a process of its
 own; the first two updates compile. vLLM is not compared.
 
-    python benchmarks/gpu_grpo.py [--updates 6] [--sides lora,full,peer_lora,peer_full]
+How far the probabilities of sampling and of training are apart depends on the model: `tuned` first
+trains it on the pages of docs/, byte by byte, and then learns from rewards on their lines.
+
+    python benchmarks/gpu_grpo.py [--updates 6] [--sides lora,full,peer_lora,peer_full,tuned]
     python benchmarks/gpu_grpo.py --tiny    # on a CPU, not recorded
 
 PEER_PYTHON names an interpreter with PyTorch if this one has none.
@@ -33,9 +36,11 @@ from gpu_lora import RANK, TINY, with_adapters
 from gpu_peers import gpu_name
 from peer_cases import GEMMA_1B
 
-SIDES = ("lora", "full", "peer_lora", "peer_full")
+SIDES = ("lora", "full", "peer_lora", "peer_full", "tuned")
 OF_PEER = 0.5
 """The time of an update over the peer's, at most."""
+MISMATCH = 1e-3
+"""The mean k3 of a token between sampling and training, at most, after a fine-tune."""
 COMPILING = 2
 """The first updates, which compile programs, are not counted."""
 PARTS = ("rollout", "reward", "log_probs", "update")
@@ -77,6 +82,12 @@ def main() -> None:
             what = f"{side}: at most {OF_PEER} × the peer's time"
             targets[what] = f"{verdict(ratio, OF_PEER)} ({ratio:.2f})"
             print(what, targets[what], flush=True)
+    if "tuned" in found:
+        from record import verdict
+
+        apart, what = found["tuned"]["mismatch"], f"tuned: mismatch of at most {MISMATCH}"
+        targets[what] = f"{verdict(apart, MISMATCH)} ({apart:.2g})"
+        print(what, targets[what], flush=True)
     if gpu_name() and not options.tiny and set(found) == set(SIDES):
         from record import write_record
 
@@ -94,30 +105,55 @@ def run_ours(side: str, updates: int, tiny: bool) -> dict[str, Any]:
     """Train by the command line, and return what its metrics say."""
     own = sizes(tiny)
     with tempfile.TemporaryDirectory() as folder:
-        file, run = Path(folder) / "prompts.jsonl", Path(folder) / "run"
-        rows = prompts(tiny, own["prompts"] * updates)
-        file.write_text("".join(json.dumps({"prompt": row.tolist()}) + "\n" for row in rows))
+        file, run, more = Path(folder) / "prompts.jsonl", Path(folder) / "run", list[str]()
+        given: list[Any] = prompts(tiny, own["prompts"] * updates).tolist()
+        if side == "tuned":
+            given, more = fine_tuned(Path(folder), own["prompts"] * updates, tiny)
+        file.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in given))
         words = [
-            f"model={'gemma3_tiny' if tiny else 'gemma3_1b'}", "task=grpo", "data=prompts",
-            f"data.path={file}", "data.eval_fraction=0", "grpo.rewards=[gpu_grpo:even]",
+            "task=grpo", "data=prompts", f"data.path={file}", "grpo.rewards=[gpu_grpo:even]",
             f"grpo.num_generations={own['samples']}", "generation.eos_tokens=[]",
             f"generation.max_prompt_length={own['length']}",
             f"generation.max_generation_steps={own['new']}",
             f"training.global_batch_size={own['prompts'] * own['samples']}",
             f"training.micro_batch_size={own['rows']}", f"training.steps={updates}",
-            "tracking.log_every=1", "checkpoint.enabled=false", f"hydra.run.dir={run}",
-            *([] if tiny else ["training.mixed_precision=bf16"]),
+            "tracking.log_every=1", "checkpoint.enabled=false", *more,
             *([f"lora.rank={RANK}", "lora.base_dtype=bfloat16"] if side == "lora" else []),
         ]  # fmt: skip
-        here = str(Path(__file__).parent)
-        paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-        subprocess.run(
-            [sys.executable, "-m", "meshwright", "train", *words],
-            check=True,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
+        train(run, words, tiny)
         lines = (run / "metrics.jsonl").read_text().splitlines()
     return figures_of([json.loads(line) for line in lines])
+
+
+def fine_tuned(folder: Path, count: int, tiny: bool) -> tuple[list[str], list[str]]:
+    """Train on the pages of the documentation; return prompts, and where to start."""
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    text = "\n".join(page.read_text() for page in pages)
+    (folder / "pages.txt").write_text(text)
+    words = [
+        "data=text", f"data.path={folder / 'pages.txt'}", "training.global_batch_size=16",
+        f"data.sequence_length={64 if tiny else 512}", f"training.steps={4 if tiny else 150}",
+        "training.sample_tokens=0",
+    ]  # fmt: skip
+    train(folder / "start", words, tiny)
+    length = sizes(tiny)["length"]
+    prompts = [text[300 * n : 300 * n + length] for n in range(count)]
+    return prompts, [f"model.init_from={folder / 'start'}"]
+
+
+def train(run: Path, words: list[str], tiny: bool) -> None:
+    """Train Gemma 3."""
+    settings = [
+        f"model={'gemma3_tiny' if tiny else 'gemma3_1b'}", "data.eval_fraction=0",
+        f"hydra.run.dir={run}", *([] if tiny else ["training.mixed_precision=bf16"]),
+    ]  # fmt: skip
+    here = str(Path(__file__).parent)
+    paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run(
+        [sys.executable, "-m", "meshwright", "train", *settings, *words],
+        check=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
 
 
 def figures_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
