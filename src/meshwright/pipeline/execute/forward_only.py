@@ -26,26 +26,16 @@ from meshwright.pipeline.execute.slots import zeros_like_shapes
 from meshwright.pipeline.execute.stage_work import StageForward
 from meshwright.pipeline.execute.tick_rows import TickOp, TickRow, allocate_slots
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
-from meshwright.pipeline.schedule.timeline import TickTable
+from meshwright.pipeline.schedule.timeline import TickTable, in_lockstep
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
     """Return forward passes alone; messages are used in the next tick, so there are no slots."""
     shape = Shape(num_microbatches, num_stages, num_chunks)
     trips = -(-num_microbatches // num_stages) * num_chunks
-
-    def nth(number: int) -> tuple[Op, ...]:
-        microbatch, chunk = shape.nth_pass(number)
-        here = 0 <= number < trips * num_stages and microbatch < num_microbatches
-        return (Op(Kind.FORWARD, microbatch, chunk),) if here else ()
-
-    ticks = [
-        tuple(nth(tick - stage) for stage in range(num_stages))
-        for tick in range(trips * num_stages + num_stages - 1)
-    ]
-    while not any(ticks[-1]):
-        ticks.pop()
-    return TickTable(shape, tuple(ticks))
+    passes = [shape.nth_pass(number) for number in range(trips * num_stages)]
+    ops = [Op(Kind.FORWARD, *each) for each in passes if each[0] < num_microbatches]
+    return in_lockstep([ops] * num_stages, shape)
 
 
 class PipelinedForward:
