@@ -40,7 +40,7 @@ from meshwright.program.jaxpr.equations import (
     structs_of,
 )
 from meshwright.program.jaxpr.names import module_of
-from meshwright.program.jaxpr.walks import called_programs, program_key
+from meshwright.program.jaxpr.walks import all_equations, program_key
 from meshwright.program.trace.normalize import normalize
 
 _MARKS = {f"meshwright.{name}": name for name in ("segments", "positions", "tokens", "logits")}
@@ -71,7 +71,7 @@ def keep_apart(model: Callable[..., Any], tokens: Any, *, segment_ids: Any, posi
 
 def apart(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program in which documents are apart where `keep_apart` asks for it."""
-    if not _has_marks(closed):
+    if not any(_mark(eqn) for eqn, _ in all_equations(closed.jaxpr)):
         return closed
     run = lambda *args: _Apart(closed).run(closed, args)  # noqa: E731
     return normalize(jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars)))
@@ -258,11 +258,6 @@ class _Apart(Evaluator):
 
 def _mark(eqn: Equation) -> str:
     return _MARKS.get(eqn.params["name"], "") if eqn.primitive.name == "name" else ""
-
-
-def _has_marks(closed: ClosedJaxpr) -> bool:
-    each = ((eqn, called_programs(eqn)) for eqn in closed.jaxpr.eqns)
-    return any(_mark(eqn) or any(_has_marks(p) for p, _ in inner) for eqn, inner in each)
 
 
 def _where(eqn: Equation) -> str:
