@@ -20,8 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.errors import Setting, UserError
 from meshwright.program.dims.elementwise import ELEMENTWISE
-from meshwright.program.dims.op import primitives
-from meshwright.program.dims.row_rules import row_rule
+from meshwright.program.dims.row_rules import hidden_after, row_rule
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter, run_scan, scan_body
 from meshwright.program.jaxpr.equations import (
     CALLS,
@@ -45,14 +44,6 @@ from meshwright.program.trace.normalize import normalize
 
 _MARKS = {f"meshwright.{name}": name for name in ("segments", "positions", "tokens", "logits")}
 ROW, PLACE = "row", "place"
-
-_MOVES = primitives(
-    """
-    convert_element_type name stop_gradient copy reduce_precision transpose reshape squeeze
-    broadcast_in_dim
-    """
-)
-"""Operations after which what is hidden is still hidden."""
 
 
 class NotApart(UserError):
@@ -342,23 +333,14 @@ def _dependent(eqn: Equation, result: int, facts: Sequence[_Fact], summed: _Dims
     fits &= dims.count(ROW) == 1 and 1 <= dims.count(PLACE) <= 2 and lost <= summed
     if not fits:
         return _Fact(mixed=_where(eqn))
-    hidden = _hidden(eqn.primitive.name, facts) if dims.count(PLACE) == 2 else ""
+    name, hidden = eqn.primitive.name, ""
+    # The pairs of a product are other ones than those of its operands.
+    if dims.count(PLACE) == 2 and name != "dot_general":
+        hidden = hidden_after(name, [fact.hidden for fact in facts])
     return _Fact(_varies(eqn, result, facts), tuple(dims), hidden)
 
 
 _HIDES = {"exp": "low", "reduce_max": "low", "reduce_sum": "zero"}
-
-
-def _hidden(name: str, facts: Sequence[_Fact]) -> str:
-    """Return what a result is for pairs of different documents."""
-    first, some = facts[0].hidden, {fact.hidden for fact in facts}
-    if name in _MOVES:
-        return first
-    if (name == "mul" and "zero" in some) or (name == "div" and first == "zero"):
-        return "zero"
-    if (name == "sub" and first == "low") or (name == "add" and "low" in some):
-        return "low"
-    return "zero" if name == "exp" and first == "low" else ""
 
 
 def _meet(eqn: Equation, number: int, fact: _Fact, found: _Fact) -> tuple[_Fact, list[int]]:
