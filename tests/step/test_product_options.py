@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
-from meshwright.step.product_options import product_options
+from meshwright.step.compiler_options import product_options
 
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 X, W = jnp.ones((2, 4, 8)), jnp.ones((8, 8))

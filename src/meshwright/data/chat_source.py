@@ -22,6 +22,7 @@ from meshwright.data.chat_template import (
     special_tokens,
 )
 from meshwright.data.corrupt import OnCorrupt, with_count
+from meshwright.data.document_marks import files_of
 from meshwright.data.documents import Document
 from meshwright.data.files import find_path, list_files
 from meshwright.data.fingerprints import fingerprint_of
@@ -212,7 +213,7 @@ def find_template(
         path = path.parent if path.name == "tokenizer.json" else None
     found = read_template(path)
     if given is not None:
-        tokens = {} if path is None else special_tokens(path)
+        tokens = special_tokens(files_of(path), path)
         found = ChatTemplate(_given_text(given), tokens, str(Setting("data.template")))
     if found is None:
         return None

@@ -11,10 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.document_marks import CONFIG, Files
+from meshwright.data.document_marks import CONFIG, Files, files_of, object_in
 from meshwright.data.documents import check_text
 from meshwright.errors import UserError, first_line, missing_package
-from meshwright.text.json_text import parse_json
 
 TEMPLATE = "chat_template.jinja"
 
@@ -141,38 +140,30 @@ class ChatTemplate:
 
 def read_template(folder: Path | None) -> ChatTemplate | None:
     """Return the template that the files of a folder have; None if there is none."""
-    return None if folder is None else template_of(_files_of(folder), folder)
+    return template_of(files_of(folder), folder)
 
 
 def template_of(files: Files, origin: object) -> ChatTemplate | None:
     """Return the template that files have, which are from somewhere; None if there is none."""
-    found = _object(files, CONFIG, origin).get("chat_template")
+    found = object_in(files, CONFIG, origin).get("chat_template")
     if isinstance(found, list):
         found = {str(each.get("name")): each.get("template") for each in found}.get("default")
     if (own := files(TEMPLATE)) is not None:
         found = own.decode() if isinstance(own, bytes) else own
     if not isinstance(found, str):
         return None
-    return ChatTemplate(found, _special_tokens(files, origin), f"the chat template of {origin}")
+    return ChatTemplate(found, special_tokens(files, origin), f"the chat template of {origin}")
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens of a folder by name, such as ``bos_token``."""
-    return _special_tokens(_files_of(folder), folder)
-
-
-def _special_tokens(files: Files, origin: object) -> dict[str, str]:
+def special_tokens(files: Files, origin: object) -> dict[str, str]:
+    """Return the special tokens that files name, by key, such as ``bos_token``."""
     texts = {
         key: value.get("content") if isinstance(value, Mapping) else value
         for name in ("special_tokens_map.json", CONFIG)
-        for key, value in _object(files, name, origin).items()
+        for key, value in object_in(files, name, origin).items()
         if key.endswith("_token")
     }
     return {key: value for key, value in texts.items() if isinstance(value, str)}
-
-
-def _files_of(folder: Path) -> Files:
-    return lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None
 
 
 def no_template(folder: object, fix: str) -> UserError:
@@ -182,14 +173,6 @@ def no_template(folder: object, fix: str) -> UserError:
         return UserError("there is no chat template", why=why, fix=fix)
     why = f"neither {TEMPLATE} nor {CONFIG} has one"
     return UserError(f"there is no chat template in {folder}", why=why, fix=fix)
-
-
-def _object(files: Files, name: str, origin: object) -> dict[str, Any]:
-    text = files(name)
-    values = {} if text is None else parse_json(text)
-    if not isinstance(values, dict):
-        raise UserError(f"cannot read {origin}/{name}", why="it is not a JSON object")
-    return values
 
 
 def _environment(today: str | None, *, marked: bool) -> Any:

@@ -44,15 +44,11 @@ def read_marks(tokenizer: Any, file: Path) -> DocumentMarks:
     Its post-processor decides what is put around a text, whatever ``add_bos_token`` says. Special
     tokens that only tokenizer_config.json names are added. Texts are never cut or padded.
     """
-
     # Files beside one of another name may belong to another tokenizer.
-    def files(name: str) -> bytes | None:
-        path = file.with_name(name)
-        return path.read_bytes() if file.name == "tokenizer.json" and path.is_file() else None
-
-    config = _read(files, CONFIG)
+    files = files_of(file.parent if file.name == "tokenizer.json" else None)
+    config = object_in(files, CONFIG)
     if "added_tokens_decoder" not in config:
-        config |= _read(files, "special_tokens_map.json")
+        config |= object_in(files, "special_tokens_map.json")
     names = {key: name for key in ("bos_token", "eos_token") if (name := _name(config, key))}
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens([name for name in names.values() if name not in added])
@@ -89,7 +85,7 @@ def known_by_name(tokenizer: Any) -> DocumentMarks:
 def named_ends(files: Files) -> Iterator[tuple[int, str]]:
     """Yield the end tokens that a model's files name, and where."""
     for name in ("generation_config.json", "config.json"):
-        values = _read(files, name)
+        values = object_in(files, name)
         text = values.get("text_config")
         for section in (values, text if isinstance(text, dict) else {}):
             found = section.get("eos_token_id")
@@ -124,11 +120,24 @@ def _name(config: Mapping[str, Any], key: str) -> str | None:
     raise UserError(f"{key} in {CONFIG} is not the text of a token", why=f"it is {value}")
 
 
-def _read(files: Files, name: str) -> dict[str, Any]:
-    """Return the object in a file; empty without the file."""
+def files_of(folder: Path | None) -> Files:
+    """Return what reads the files of a folder; None has none."""
+
+    def read(name: str) -> bytes | None:
+        path = None if folder is None else folder / name
+        return path.read_bytes() if path is not None and path.is_file() else None
+
+    return read
+
+
+def object_in(files: Files, name: str, origin: object = None) -> dict[str, Any]:
+    """Return the object in a JSON file, which is from somewhere; empty without the file."""
     text = files(name)
     values = {} if text is None else parse_json(text)
     if isinstance(values, dict):
         return values
-    fix = "download the folder again, or remove the file"
-    raise UserError(f"cannot read {name}", why="it is not a JSON object", fix=fix)
+    raise UserError(
+        f"cannot read {name if origin is None else f'{origin}/{name}'}",
+        why="it is not a JSON object",
+        fix="download the folder again, or remove the file",
+    )

@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from meshwright.generation.token_decoder import LATER
-from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.op import primitives
-from meshwright.program.dims.row_rules import RUNNING, RowRule, row_rule, source_dim
+from meshwright.program.dims.row_rules import RowRule, hidden_after, row_rule, source_dim
 from meshwright.program.evaluate.dependencies import inputs_of, needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
@@ -34,17 +33,7 @@ from meshwright.program.jaxpr.names import module_of
 from meshwright.program.kernels.masks import HIDDEN, Span, mask_spans
 from meshwright.trees import is_key
 
-_ZERO_TO_ZERO = primitives(
-    """
-    abs asin asinh atan atanh cbrt ceil convert_element_type copy copy_p erf expm1 floor
-    integer_pow log1p name neg real reduce_precision round sign sin sinh sqrt square stop_gradient
-    tan tanh
-    """
-)
-_LOW_TO_LOW = primitives("convert_element_type copy copy_p name stop_gradient")
 _NO_LOOKAHEAD = -(2**31)
-
-
 _LATER = primitives(
     """
     reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin sort rev fft
@@ -217,7 +206,7 @@ class Positions:
                 states.append(self._scalar(operand))
             else:
                 states.append(self.masked(operand, a, b, window))
-        return _combined(name, states, eqn)
+        return hidden_after(name, states)
 
     def _spans(self, atom: Atom, row: int, key: int) -> Sequence[Span] | None:
         """Return `mask_spans` of a value in the longer program; None if it is no constant."""
@@ -303,32 +292,3 @@ class Positions:
         return not any(self.depends(a) for a in outside) and all(
             self.of(a) == (0,) for a in sequences if self.depends(a)
         )
-
-
-def _combined(name: str, states: Sequence[str], eqn: Equation) -> str:
-    """Return what the result of an operation is, from what its operands are."""
-    some, first = set(states), states[0]
-    if name in ("mul", "and") and "zero" in some:
-        return "zero"
-    if name in ("mul", "div") and first == "low" and states[1] == "positive":
-        return "low"
-    if name == "mul" and some == {"low", "positive"}:
-        return "low"
-    if name in ("div", *_ZERO_TO_ZERO) and first == "zero":
-        return "zero"
-    if name == "dot_general":
-        return "zero" if "zero" in some else ""
-    if name in ("add", "sub") and first == "low":
-        return "low"
-    if name == "add" and "low" in some:
-        return "low"
-    if name in ("exp", "exp2", "logistic") and first == "low":
-        return "zero"
-    if name in ("add", "sub", "or", "max", "min") and some == {"zero"}:
-        return "zero"
-    if name in _LOW_TO_LOW or name in ("max", "min"):
-        return first if len(some) == 1 and first in ("low", "zero") else ""
-    if name in ELEMENTWISE or name in RUNNING:
-        return ""
-    moved = name not in ("argmax", "argmin", "reduce_prod")
-    return first if moved and len(some) == 1 and first in ("low", "zero") else ""

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from meshwright.checkpoint import FOLDER
 from meshwright.data.chat_rows import LossOn
 from meshwright.data.chat_template import ChatTemplate, no_template, read_template
-from meshwright.data.document_marks import named_ends
+from meshwright.data.document_marks import Files, files_of, named_ends, object_in
 from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from meshwright.errors import UserError
-from meshwright.text.json_text import parse_json
 from meshwright.text.yaml_text import read_yaml
 from meshwright.weights.hf_folder import CONFIG, GENERATION, TOKENIZER, is_hf_folder
 from meshwright.weights.kept import HF_FOLDER
@@ -75,7 +74,7 @@ class TextSettings:
     @cached_property
     def sampling(self) -> dict[str, Any]:
         """The settings of sampling that generation_config.json has; at temperature 0 if none."""
-        values = self.read_object(GENERATION)
+        values = object_in(self.file, GENERATION, self.folder)
         if not values.get("do_sample"):
             penalty = values.get("repetition_penalty")
             return {} if penalty is None else {"repetition_penalty": penalty}
@@ -91,18 +90,10 @@ class TextSettings:
             raise no_template(self.folder, fix)
         return found
 
-    def file(self, name: str) -> bytes | None:
-        """Return the content of a file; None if there is none."""
-        path = None if self.folder is None else self.folder / name
-        return path.read_bytes() if path is not None and path.is_file() else None
-
-    def read_object(self, name: str) -> dict[str, Any]:
-        """Return what a JSON file has; nothing if there is none."""
-        text = self.file(name)
-        values = {} if text is None else parse_json(text)
-        if not isinstance(values, dict):
-            raise UserError(f"cannot read {self.folder}/{name}", why="it is not a JSON object")
-        return values
+    @cached_property
+    def file(self) -> Files:
+        """Returns the content of a file by its name; None if there is none."""
+        return files_of(self.folder)
 
 
 def read_text_settings(path: str | Path) -> TextSettings:
@@ -140,7 +131,7 @@ def ends_of(named: Sequence[int], tokenizer: Any) -> list[int]:
 
 
 def _of_hf_folder(found: TextSettings) -> TextSettings:
-    values = found.read_object(CONFIG)
+    values = object_in(found.file, CONFIG, found.folder)
     named = [_at(values, *part, key) for part in ((), ("text_config",)) for key in _DTYPES]
     return replace(found, dtype=next((name for name in named if name in HALF.values()), None))
 

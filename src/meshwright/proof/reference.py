@@ -21,12 +21,13 @@ import optax
 from meshwright.compiled.compile_program import quick_options
 from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.equations import ClosedJaxpr
-from meshwright.program.jaxpr.names import flatten, nest
+from meshwright.program.jaxpr.names import nest
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.proof.compare import Leaves, Masks, ObservedRun, fetch, global_norm
 from meshwright.proof.losses import Gradient
 from meshwright.proof.nulls import NoiseMasks, within
 from meshwright.step.objective import Objective, runs_without_loss
+from meshwright.text.json_text import flatten
 from meshwright.weighted import Weighted
 
 GRAD_NORM = "grad_norm"
@@ -64,7 +65,7 @@ class OptaxUpdate:
             # Operation by operation, so that the loss can be computed on the host.
             as_tree = functools.partial(nest, escaped=True)
             with jax.disable_jit():
-                extra = loss().arguments(self._optimizer, as_tree, flatten)
+                extra = loss().arguments(self._optimizer, as_tree, lambda tree: dict(flatten(tree)))
                 changed, moments = self._updated(dict(params), moments, dict(gradients), **extra)
         return fetch(changed), moments
 
@@ -93,7 +94,7 @@ class OptaxUpdate:
             nest(gradients, escaped=True), moments, tree, **extra
         )
         changed: Any = optax.apply_updates(tree, updates)
-        return flatten(changed), moments
+        return dict(flatten(changed)), moments
 
 
 @dataclass(frozen=True)

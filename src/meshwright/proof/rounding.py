@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Jaxpr, Var, aval_of
-from meshwright.program.jaxpr.walks import called_programs
+from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Var, aval_of
+from meshwright.program.jaxpr.walks import all_equations, called_programs
 from meshwright.program.trace.traced_loss import TracedLoss
 
 MARGIN = 2.0
@@ -88,7 +88,7 @@ def rounding_tolerance(
     """
     operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
     variance, longest = 0.0, 1
-    for eqn, times in equations(closed.jaxpr):
+    for eqn, times in all_equations(closed.jaxpr):
         if eqn.primitive.name in _PRODUCTS:
             unit = max(_unit_roundoff(aval_of(eqn.outvars[0]).dtype), operands)
             variance += _PASSES * times * unit**2
@@ -105,7 +105,7 @@ def _largest_unit(closed: ClosedJaxpr, *, matmul: str = "default", platform: str
     operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
     products = [
         _unit_roundoff(aval_of(eqn.outvars[0]).dtype)
-        for eqn, _ in equations(closed.jaxpr)
+        for eqn, _ in all_equations(closed.jaxpr)
         if eqn.primitive.name in _PRODUCTS
     ]
     return max(_FLOAT32, operands, *products)
@@ -113,7 +113,7 @@ def _largest_unit(closed: ClosedJaxpr, *, matmul: str = "default", platform: str
 
 def update_tolerances(closed: ClosedJaxpr, formats: Mapping[str, Any]) -> dict[str, float]:
     """Return how much an optimizer's update may round a leaf, relative to its largest element."""
-    count = sum(times for eqn, times in equations(closed.jaxpr) if _is_arithmetic(eqn))
+    count = sum(times for eqn, times in all_equations(closed.jaxpr) if _is_arithmetic(eqn))
     growth = MARGIN * math.sqrt(max(1.0, count / len(formats)))
     return {path: growth * max(_unit_roundoff(dtype), _FLOAT32) for path, dtype in formats.items()}
 
@@ -147,18 +147,9 @@ def random_draws(closed: ClosedJaxpr) -> list[tuple[Any, ...]]:
     """Return bit width and shape of every random draw; equal ones draw the same numbers."""
     return [
         (eqn.params["bit_width"], eqn.params["shape"])
-        for eqn, _ in equations(closed.jaxpr)
+        for eqn, _ in all_equations(closed.jaxpr)
         if eqn.primitive.name == "random_bits"
     ]
-
-
-def equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Equation, int]]:
-    """Yield every equation with the number of times it is evaluated."""
-    for eqn in jaxpr.eqns:
-        yield eqn, times
-        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for program, _ in called_programs(eqn):
-            yield from equations(program.jaxpr, inside)
 
 
 def _is_arithmetic(eqn: Equation) -> bool:

@@ -39,7 +39,11 @@ from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, to_spec
 from meshwright.step.average import no_average
 from meshwright.step.initial_state import draw_leaves, start_from
-from meshwright.step.loss_warnings import broadcast_by_mistake, changes_with_microbatches
+from meshwright.step.loss_warnings import (
+    broadcast_by_mistake,
+    changes_with_microbatches,
+    explaining_whole_batches,
+)
 from meshwright.step.place_batch import place_batch
 from meshwright.step.state import TrainState, copied
 from meshwright.step.step_program import (
@@ -51,7 +55,6 @@ from meshwright.step.step_program import (
     step_program,
 )
 from meshwright.step.train_step import TrainStep
-from meshwright.step.whole_batches import explaining_whole_batches
 from meshwright.text.units import counted
 from meshwright.trees import Batch, divide_batch
 

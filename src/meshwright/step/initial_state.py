@@ -9,8 +9,9 @@ process use what earlier ones compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshwright.compiled.compile_program import quick_options
-from meshwright.program.blocks.parts import Part, parts_of
+from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
     ClosedJaxpr,
@@ -31,6 +32,7 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
 )
+from meshwright.program.jaxpr.walks import program_key
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
@@ -170,6 +172,52 @@ def _read(known: dict[Var, Any], atom: Atom) -> Any:
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """How one output of a program is computed.
+
+    Attributes:
+        eqns: the equations, in order.
+        inputs: the variables from outside that they read, in the order in which they read them.
+        output: the output.
+    """
+
+    eqns: tuple[Equation, ...]
+    inputs: tuple[Var, ...]
+    output: Atom
+
+    def program(self, whole: Jaxpr) -> ClosedJaxpr:
+        """Return the program from the inputs to the output, a part of the ``whole``."""
+        program = whole.replace(
+            constvars=[],
+            invars=list(self.inputs),
+            outvars=[self.output],
+            eqns=list(self.eqns),
+            debug_info=whole.debug_info.with_unknown_names(),
+        )
+        return ClosedJaxpr(program, ())
+
+
+def parts_of(eqns: Sequence[Equation], outputs: Iterable[Atom]) -> list[Part]:
+    """Return how each output is computed with these equations."""
+    makers = {variable: n for n, eqn in enumerate(eqns) for variable in eqn.outvars}
+    return [_part(eqns, makers, output) for output in outputs]
+
+
+def _part(eqns: Sequence[Equation], makers: dict[Var, int], output: Atom) -> Part:
+    needed, waiting = set[int](), [output]
+    while waiting:
+        atom = waiting.pop()
+        number = None if isinstance(atom, Literal) else makers.get(atom)
+        if number is not None and number not in needed:
+            needed.add(number)
+            waiting += eqns[number].invars
+    chosen = tuple(eqns[number] for number in sorted(needed))
+    read = [*(atom for eqn in chosen for atom in eqn.invars), output]
+    outside = [a for a in read if not isinstance(a, Literal) and a not in makers]
+    return Part(chosen, tuple(dict.fromkeys(outside)), output)
+
+
 REPEATED = 2
 """Parts that share equations are computed apart if they have at most this many times as many
 equations as the program."""
@@ -177,7 +225,7 @@ equations as the program."""
 MOST_KINDS = 512
 """How many kinds of parts are remembered; beyond that, the oldest are forgotten."""
 
-_functions: dict[Hashable, list[tuple[Part, Any]]] = {}
+_functions: dict[Hashable, Any] = {}
 
 
 class ProgramsByKind:
@@ -195,11 +243,10 @@ class ProgramsByKind:
 
     def compute_rows(self, parts: Sequence[Part], sharding: Sharding) -> Any | None:
         """Return the outputs of parts as rows of one array; None if they are not alike."""
-        first = parts[0]
-        if not all(first.is_like(part) for part in parts[1:]):
+        if len({self._key(part) for part in parts}) > 1:
             return None
         inputs = zip(*([self._input(v) for v in part.inputs] for part in parts), strict=True)
-        compiled = self._compiled(first, sharding, rows=len(parts))
+        compiled = self._compiled(parts[0], sharding, rows=len(parts))
         return compiled(*(np.stack(rows) for rows in inputs))
 
     def _input(self, variable: Var) -> Any:
@@ -209,10 +256,9 @@ class ProgramsByKind:
     def _compiled(self, part: Part, sharding: Sharding, rows: int | None = None) -> Any:
         formats = tuple(self._format(variable) for variable in part.inputs)
         options = tuple((self._options or {}).items())
-        kind = (part.outline, formats, sharding, rows, options)
-        for known, function in _functions.get(kind, ()):
-            if known.is_like(part):
-                return function
+        kind = (self._key(part), formats, sharding, rows, options)
+        if kind in _functions:
+            return _functions[kind]
         one = self._function(part)
         several = jax.vmap(lambda _, *inputs: one(*inputs))
         function = jax.jit(
@@ -222,8 +268,11 @@ class ProgramsByKind:
         )
         if len(_functions) >= MOST_KINDS:
             del _functions[next(iter(_functions))]
-        _functions.setdefault(kind, []).append((part, function))
+        _functions[kind] = function
         return function
+
+    def _key(self, part: Part) -> Hashable:
+        return program_key(part.program(self._whole))
 
     def _format(self, variable: Var) -> Hashable:
         """Return what a function depends on of an input, besides its value."""
@@ -233,16 +282,15 @@ class ProgramsByKind:
 
     def _function(self, part: Part) -> Any:
         """Return a function of the inputs, with the words of random keys instead of the keys."""
-        compute = part.function(self._whole)
+        program = part.program(self._whole)
         known = [self._known[variable] for variable in part.inputs]
         kinds = [jax.random.key_impl(value) if is_key(value.dtype) else None for value in known]
 
         def of_words(*inputs: Any) -> Any:
-            return compute(
-                *(
-                    x if kind is None else jax.random.wrap_key_data(x, impl=kind)
-                    for x, kind in zip(inputs, kinds, strict=True)
-                )
-            )
+            keys = [
+                x if kind is None else jax.random.wrap_key_data(x, impl=kind)
+                for x, kind in zip(inputs, kinds, strict=True)
+            ]
+            return Evaluator().run(program, keys)[0]
 
         return of_words

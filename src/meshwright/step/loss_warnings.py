@@ -1,13 +1,14 @@
-"""Warnings about a loss: one that changes with microbatches, and arrays broadcast by mistake."""
+"""What is said of a loss: that microbatches change it, or that it broadcasts arrays by mistake."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
-from meshwright.errors import Setting
+from meshwright.errors import MeshwrightError, Setting, UserError, first_line
 from meshwright.plan import Plan
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.elementwise import ELEMENTWISE
@@ -20,6 +21,7 @@ from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.sharding.decide import dim_classes
+from meshwright.text.units import counted
 from meshwright.trees import Batch, resize_batch
 
 _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "neg", "stop_gradient"})
@@ -115,3 +117,35 @@ def _kind(atom: Any, made_by: dict[Any, Equation], samples: int) -> str:
         return "row" if tuple(dims) == (1,) else ""
     is_spread = shape == (samples, samples) and before == (samples, 1)
     return _kind(eqn.invars[0], made_by, samples) if is_spread else ""
+
+
+@contextmanager
+def explaining_whole_batches(
+    loss: Loss, leaves: ModelLeaves, batch: Batch, plan: Plan
+) -> Generator[None]:
+    """Explain the error of a loss that can be traced for a batch, but not for a microbatch."""
+    count, size = plan.batch.gradient_accumulation_steps, plan.batch.global_batch_size
+    rows = [x.path for x in leaves.leaves if x.role == "state" and x.struct.shape[:1] == (size,)]
+    try:
+        yield
+        if count == size > 1 and rows:
+            # A single sample would be repeated for all rows, without an error.
+            trace_loss(loss, leaves, resize_batch(batch, 2))
+    except Exception as error:
+        if count == 1 or isinstance(error, MeshwrightError):
+            raise
+        try:
+            trace_loss(loss, leaves, batch)
+        except Exception:
+            raise error from None
+        staged = plan.size("pipe") > 1
+        one = Setting("training.gradient_accumulation_steps", 1)
+        raise UserError(
+            f"the loss cannot be computed for a microbatch of {counted(size // count, 'sample')}: "
+            f"{first_line(error)}",
+            why=f"the {count} microbatches{' of the pipeline' if staged else ''} divide the {size} "
+            "samples of a batch"
+            + (f", and `{rows[0]}` has a row for each of them" if rows else ""),
+            fix=f"write {'a mesh without pipe' if staged else one}, or a model that takes any "
+            "number of samples",
+        ) from error

@@ -13,7 +13,7 @@ import optax
 
 from meshwright.errors import MeshwrightError, UserError, first_line
 from meshwright.program.evaluate.widen import widened
-from meshwright.program.jaxpr.names import flatten, nest
+from meshwright.program.jaxpr.names import nest
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.runtime.user_code import add_note, users_frames
@@ -21,6 +21,7 @@ from meshwright.sharding.placement import Placement, Reason, add_fsdp, add_pipe
 from meshwright.step.average import EMA
 from meshwright.step.objective import Objective, runs_without_loss
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
+from meshwright.text.json_text import flatten
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class FlatOptimizer:
         ]
 
     def _flat(self, tree: Mapping[Any, Any]) -> list[Any]:
-        by_path = flatten(tree)
+        by_path = dict(flatten(tree))
         return [
             step.join([by_path[self._leaves[source].path] for source in step.sources])
             if self._unstack and step.stacked

@@ -27,7 +27,7 @@ from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
-from meshwright.step.collective_options import collective_options
+from meshwright.step.compiler_options import collective_options, product_options
 from meshwright.step.gradients import (
     Gradients,
     accumulate_gradients,
@@ -38,7 +38,6 @@ from meshwright.step.gradients import (
 from meshwright.step.objective import Objective
 from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.place_batch import split_strided
-from meshwright.step.product_options import product_options
 from meshwright.step.state import LossScale, TrainState, all_finite
 from meshwright.step.step_program import planned_forward, sends_through_gloo
 

@@ -24,7 +24,7 @@ from meshwright.trainer.incidents.not_finite import BadStep, FiniteCheck
 from meshwright.trainer.incidents.recovery import Recovery
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.programs import StepFunction
-from meshwright.trainer.rollouts.reward_evaluator import RewardEvaluator
+from meshwright.trainer.rollouts.rollout import RewardEvaluator
 from meshwright.trainer.run_log import RunLog
 from meshwright.trainer.run_progress import (
     ALL_DONE,

@@ -47,8 +47,7 @@ from meshwright.trainer.programs import (
     compile_step,
     refuse_deviations,
 )
-from meshwright.trainer.rollouts.reward_evaluator import RewardEvaluator
-from meshwright.trainer.rollouts.rollout import Rollouts
+from meshwright.trainer.rollouts.rollout import RewardEvaluator, Rollouts
 from meshwright.trainer.run_dir import RunLock, check_disk_space, make_run_folder, write_files
 from meshwright.trainer.run_log import (
     RunLog,
@@ -64,8 +63,13 @@ from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
 from meshwright.trainer.starting.resume import check_newest, run_id
-from meshwright.trainer.starting.run_checks import check_early_stopping, check_rewinding
-from meshwright.trainer.starting.run_warnings import no_rate_left, over_sharded, repeated_samples
+from meshwright.trainer.starting.run_warnings import (
+    check_early_stopping,
+    check_rewinding,
+    no_rate_left,
+    over_sharded,
+    repeated_samples,
+)
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.base_weights import keep_base

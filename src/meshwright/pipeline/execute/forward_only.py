@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
@@ -27,38 +24,18 @@ from meshwright.pipeline.divide.stages import (
 from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import zeros_like_shapes
 from meshwright.pipeline.execute.stage_work import StageForward
-from meshwright.pipeline.execute.tick_rows import TickOp
+from meshwright.pipeline.execute.tick_rows import TickOp, TickRow, allocate_slots
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
-from meshwright.pipeline.schedule.timeline import TickTable
+from meshwright.pipeline.schedule.timeline import TickTable, in_lockstep
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
     """Return forward passes alone; messages are used in the next tick, so there are no slots."""
     shape = Shape(num_microbatches, num_stages, num_chunks)
     trips = -(-num_microbatches // num_stages) * num_chunks
-
-    def nth(number: int) -> tuple[Op, ...]:
-        microbatch, chunk = shape.nth_pass(number)
-        here = 0 <= number < trips * num_stages and microbatch < num_microbatches
-        return (Op(Kind.FORWARD, microbatch, chunk),) if here else ()
-
-    ticks = [
-        tuple(nth(tick - stage) for stage in range(num_stages))
-        for tick in range(trips * num_stages + num_stages - 1)
-    ]
-    while not any(ticks[-1]):
-        ticks.pop()
-    return TickTable(shape, tuple(ticks))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ForwardRow:
-    """What one tick of one stage does; the microbatch is negative where there is nothing to do."""
-
-    microbatch: Array
-    chunk: Array
-    stage: Array
+    passes = [shape.nth_pass(number) for number in range(trips * num_stages)]
+    ops = [Op(Kind.FORWARD, *each) for each in passes if each[0] < num_microbatches]
+    return in_lockstep([ops] * num_stages, shape)
 
 
 class PipelinedForward:
@@ -77,9 +54,7 @@ class PipelinedForward:
         """Return totals and weights for stacked microbatches [count, …], added up."""
         table = forward_table(microbatches[0].shape[0], self.num_stages, self.num_chunks)
 
-        def run(
-            rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
-        ) -> Losses:
+        def run(rows: TickRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]) -> Losses:
             own = jax.tree.map(lambda column: column[:, 0], rows)
             return lax.psum(self._run(own, stacks, outer, batch), PIPE)
 
@@ -93,14 +68,14 @@ class PipelinedForward:
             check_vma=False,
         )
         return mapped(
-            _forward_rows(table),
+            allocate_slots(table),
             {stack.number: leaves[stack.number] for stack in self.cut.stacks},
             {leaf.number: leaves[leaf.number] for leaf in self.cut.outer},
             list(microbatches),
         )
 
     def _run(
-        self, rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
+        self, rows: TickRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
     ) -> Losses:
         """Execute the ticks of one stage and return its sums."""
         state = {leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("changing")}
@@ -115,23 +90,23 @@ class PipelinedForward:
             return Microbatch(own, state)
 
         def tick(
-            carry: tuple[Message, Losses], row: ForwardRow
+            carry: tuple[Message, Losses], row: TickRow
         ) -> tuple[tuple[Message, Losses], None]:
-            message, losses = carry
-            virtual_stage = row.chunk * self.num_stages + row.stage
+            (message, losses), op = carry, row.forward
+            virtual_stage = op.chunk * self.num_stages + row.stage
             message = lax.cond(
-                row.microbatch >= 0,
+                op.microbatch >= 0,
                 lambda: _run_blocks(
-                    forward, message, microbatch(row.microbatch), row.chunk, virtual_stage
+                    forward, message, microbatch(op.microbatch), op.chunk, virtual_stage
                 ),
                 lambda: message,
             )
             order = ExchangeOrder(self.where.view.platform)
             losses = order.when(
                 TickOp.HEAD,
-                (row.microbatch >= 0) & (virtual_stage == last),
+                (op.microbatch >= 0) & (virtual_stage == last),
                 lambda sums: jax.tree.map(
-                    jnp.add, sums, forward.losses(message, microbatch(row.microbatch))
+                    jnp.add, sums, forward.losses(message, microbatch(op.microbatch))
                 ),
                 losses,
             )
@@ -170,15 +145,3 @@ def _run_blocks(
         outer=values.pick(functions.blocks_read),
     )
     return functions.blocks(inputs).message
-
-
-def _forward_rows(table: TickTable) -> ForwardRow:
-    """Return a table as arrays [ticks, stages]."""
-    size = (len(table.ticks), table.shape.num_stages)
-    microbatch, chunk = np.full(size, -1, np.int32), np.zeros(size, np.int32)
-    for tick, stage, op in table.placed():
-        microbatch[tick, stage], chunk[tick, stage] = op.microbatch, op.chunk
-    stages = np.broadcast_to(np.arange(size[1], dtype=np.int32), size)
-    # Typed as Any: the record holds NumPy arrays, which the executor sees traced.
-    make: Any = ForwardRow
-    return make(microbatch, chunk, stages)

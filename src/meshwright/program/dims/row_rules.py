@@ -2,7 +2,8 @@
 
 A row is what belongs to one position: the index of a value along the dim of positions. Most
 operations compute a row from the same row of their operands; some (convolutions over time, running
-sums, shifts) need whole operands, and the row is taken from the whole result.
+sums, shifts) need whole operands, and the row is taken from the whole result. Of values with two
+dims of positions, `hidden_after` says which pairs are still masked after an operation.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.op import primitives
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind, scan_counts
 
 _REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 )
-RUNNING = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+_RUNNING = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ _RULES: Mapping[str, Rule] = {
         (*_REDUCTIONS, "argmax", "argmin"),
         _same_dim(lambda eqn, dim: _dim_left(eqn, eqn.params["axes"], dim)),
     ),
-    **dict.fromkeys(RUNNING, _running),
+    **dict.fromkeys(_RUNNING, _running),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _same_dim(lambda eqn, dim: eqn.params["permutation"][dim]),
@@ -324,3 +326,48 @@ _RULES: Mapping[str, Rule] = {
     "conv_general_dilated": _convolution,
     "scan": _scan,
 }
+
+
+_ZERO_TO_ZERO = primitives(
+    """
+    abs asin asinh atan atanh cbrt ceil convert_element_type copy copy_p erf expm1 floor
+    integer_pow log1p name neg real reduce_precision round sign sin sinh sqrt square stop_gradient
+    tan tanh
+    """
+)
+_LOW_TO_LOW = primitives("convert_element_type copy copy_p name stop_gradient")
+
+
+def hidden_after(name: str, states: Sequence[str]) -> str:
+    """Return what a result is for pairs of positions that are hidden, from what the operands are.
+
+    Args:
+        name: the operation.
+        states: ``zero``, ``low`` (so negative that its exponential vanishes), ``positive``, or
+            nothing.
+    """
+    some, first = set(states), states[0]
+    if name in ("mul", "and") and "zero" in some:
+        return "zero"
+    if name in ("mul", "div") and first == "low" and states[1] == "positive":
+        return "low"
+    if name == "mul" and some == {"low", "positive"}:
+        return "low"
+    if name in ("div", *_ZERO_TO_ZERO) and first == "zero":
+        return "zero"
+    if name == "dot_general":
+        return "zero" if "zero" in some else ""
+    if name in ("add", "sub") and first == "low":
+        return "low"
+    if name == "add" and "low" in some:
+        return "low"
+    if name in ("exp", "exp2", "logistic") and first == "low":
+        return "zero"
+    if name in ("add", "sub", "or", "max", "min") and some == {"zero"}:
+        return "zero"
+    if name in _LOW_TO_LOW or name in ("max", "min"):
+        return first if len(some) == 1 and first in ("low", "zero") else ""
+    if name in ELEMENTWISE or name in _RUNNING:
+        return ""
+    moved = name not in ("argmax", "argmin", "reduce_prod")
+    return first if moved and len(some) == 1 and first in ("low", "zero") else ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshwright.errors import Setting, UserError
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.sample_rules import ProgramPair
-from meshwright.program.dims.sample_values import MixedSamplesError, same_factor
+from meshwright.program.dims.sample_values import MixedSamplesError, SampleValue, same_factor
 
 _SYNC = "training.sync_gradients_every"
 
@@ -39,11 +39,8 @@ def check_mean(
     names = ["the loss", *(f"metric `{name}`" for name in metrics)]
     outputs = ProgramPair(first, second).outputs(2 * len(names))
     for name, total, weight in zip(names, outputs[::2], outputs[1::2], strict=False):
-        if error := total.error or weight.error:
+        if error := _ratio_problem(total, weight):
             raise _refusal(name, error)
-        if not same_factor(total.factor, weight.factor):
-            what = "it is a sum over samples that is not divided by their number"
-            raise _refusal(name, MixedSamplesError(what))
     for path, value in zip(kept, outputs[2 * len(names) :], strict=True):
         if value.kind != "independent" or not same_factor(value.factor, 1.0):
             raise UserError(
@@ -65,7 +62,10 @@ def mean_problem(first: DimClasses, second: DimClasses) -> MixedSamplesError | N
         first: the loss of some samples.
         second: the same loss of another number of samples.
     """
-    total, weight = ProgramPair(first, second).outputs(2)[:2]
+    return _ratio_problem(*ProgramPair(first, second).outputs(2)[:2])
+
+
+def _ratio_problem(total: SampleValue, weight: SampleValue) -> MixedSamplesError | None:
     if error := total.error or weight.error:
         return error
     if same_factor(total.factor, weight.factor):

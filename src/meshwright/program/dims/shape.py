@@ -32,7 +32,7 @@ def broadcast(op: Op) -> list[Dims]:
 def reshape(op: Op) -> list[Dims]:
     """Match the factors of the old and new dims; what does not match has to be gathered."""
     old, new = op.dims(), list(op.fresh())
-    for sources, targets in _runs(op.shape(), op.out_shape()):
+    for sources, targets in paired_dims(op.shape(), op.out_shape()):
         if len(sources) == len(targets) == 1:
             new[targets[0]] = old[sources[0]]
             continue
@@ -44,7 +44,7 @@ def reshape(op: Op) -> list[Dims]:
     return [tuple(new)]
 
 
-def _runs(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
+def paired_dims(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
     """Pair the shortest runs of old and new dims with equal products, in order."""
     if 0 in old:
         return

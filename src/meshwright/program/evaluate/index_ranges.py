@@ -18,13 +18,13 @@ from meshwright.program.jaxpr.equations import (
     REMATS,
     ClosedJaxpr,
     Equation,
-    Jaxpr,
     Literal,
     aval_of,
     called_jaxpr,
     name_stack,
 )
 from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.walks import propagate
 
 _COPIES = REARRANGES | {"convert_element_type", "copy", "stop_gradient", "rev"}
 _ENTERED = CALLS | CUSTOM_DERIVATIVES | REMATS
@@ -60,7 +60,21 @@ def wrong_indices(
     """
     lookups: dict[tuple[int, int, str], None] = {}
     inputs: list[_Known | None] = [None] * (len(closed.jaxpr.invars) - len(batch))
-    _walk(closed.jaxpr, [*inputs, *(_Known(n) for n in range(len(batch)))], lookups)
+
+    def follow(eqn: Equation, operands: list[_Known | None]) -> list[_Known | None]:
+        """Note the lookups of an equation; return where its results come from."""
+        unknown: list[_Known | None] = [None] * len(eqn.outvars)
+        if eqn.primitive.name in _ENTERED:
+            inner = called_jaxpr(eqn).jaxpr
+            fits = len(inner.invars) == len(operands)
+            return propagate(inner, operands, None, follow) if fits else unknown
+        for source, size in _lookups(eqn, operands):
+            if source is not None and source.leaf is not None:
+                lookups[source.leaf, size, module_of(name_stack(eqn)) or ""] = None
+        return [_result(eqn, operands)] if len(unknown) == 1 else unknown
+
+    known = (_Known(number) for number in range(len(batch)))
+    propagate(closed.jaxpr, [*inputs, *known], None, follow)
     found: list[str] = []
     for leaf, size, module in lookups:
         values = np.asarray(batch[leaf])
@@ -75,29 +89,6 @@ def wrong_indices(
                     f"{size - 1}"
                 )
     return found
-
-
-def _walk(
-    jaxpr: Jaxpr, inputs: Sequence[_Known | None], lookups: dict[tuple[int, int, str], None]
-) -> list[_Known | None]:
-    """Note the lookups of a program; return where its results come from."""
-    known: dict[Any, _Known | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> _Known | None:
-        return None if isinstance(atom, Literal) else known.get(atom)
-
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        if eqn.primitive.name not in _ENTERED:
-            for source, size in _lookups(eqn, operands):
-                if source is not None and source.leaf is not None:
-                    lookups[source.leaf, size, module_of(name_stack(eqn)) or ""] = None
-            if len(eqn.outvars) == 1:
-                known[eqn.outvars[0]] = _result(eqn, operands)
-        elif len(called_jaxpr(eqn).jaxpr.invars) == len(operands):
-            results = _walk(called_jaxpr(eqn).jaxpr, operands, lookups)
-            known.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
 
 
 def _lookups(eqn: Equation, operands: list[_Known | None]) -> list[tuple[_Known | None, int]]:

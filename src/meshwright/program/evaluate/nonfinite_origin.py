@@ -6,10 +6,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
+from meshwright.program.evaluate.evaluator import (
+    Environment,
+    Evaluator,
+    enter_call,
+    enter_cond,
+    enter_while,
+)
 from meshwright.program.jaxpr.equations import (
     CALLS,
     CUSTOM_DERIVATIVES,
@@ -112,7 +119,8 @@ def find_origins(
             other equations belong to the backward pass. None for the loss alone.
     """
     tracker = _Tracker(names, args, forward)
-    found = [tracker.origin(value) for value in tracker.run(closed, args)]
+    with jax.disable_jit():
+        found = [tracker.origin(value) for value in tracker.run(closed, args)]
     return [origin for origin in found if origin is not None], tracker.noted
 
 
@@ -240,27 +248,10 @@ def _scan(eqn: Equation, env: Environment) -> list[Value]:
     return [*carry, *(tracker.derive(jnp.stack(column), column) for column in columns)]
 
 
-def _while(eqn: Equation, env: Environment) -> list[Value]:
-    operands = env.operands(eqn)
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond, body = operands[:num_cond], operands[num_cond : num_cond + num_body]
-    carry = operands[num_cond + num_body :]
-    while bool(env.run(eqn.params["cond_jaxpr"], [*cond, *carry])[0]):
-        carry = env.run(eqn.params["body_jaxpr"], [*body, *carry])
-    return list(carry)
-
-
-def _cond(eqn: Equation, env: Environment) -> list[Value]:
-    number, *operands = env.operands(eqn)
-    branches = eqn.params["branches"]
-    chosen = min(max(int(number), 0), len(branches) - 1)
-    return env.run(branches[chosen], operands)
-
-
 _RULES: Mapping[str, Callable[[Equation, Environment], list[Value]]] = {
     **dict.fromkeys((*CALLS, *REMATS, *CUSTOM_DERIVATIVES), enter_call),
     "scan": _scan,
-    "while": _while,
-    "cond": _cond,
+    "while": enter_while,
+    "cond": enter_cond,
 }
 """Calls, loops and branches are entered, one iteration after another."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 MODULE_MARK = "~"
 """Opens the scope name of a module call: ``jax.named_scope(MODULE_MARK + "blocks.0.mlp")``.
@@ -40,7 +40,7 @@ def nest(values: Mapping[str, Any], *, escaped: bool = False) -> dict[Any, Any]:
 
     Args:
         values: values by path.
-        escaped: whether other keys stay as they are in paths, so that `flatten` finds the paths.
+        escaped: whether other keys stay as they are in paths, so that joined they are paths.
     """
     root: dict[Any, Any] = {}
     for path, value in values.items():
@@ -50,18 +50,6 @@ def nest(values: Mapping[str, Any], *, escaped: bool = False) -> dict[Any, Any]:
             inner = inner.setdefault(part, {})
         inner[last] = value
     return _with_keys(root, escaped=escaped)
-
-
-def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the values of nested dicts with escaped keys by path."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            inner = flatten(cast(dict[Any, Any], value))
-            flat |= {f"{key}.{path}": leaf for path, leaf in inner.items()}
-        else:
-            flat[str(key)] = value
-    return flat
 
 
 def _with_keys(tree: dict[str, Any], *, escaped: bool) -> dict[Any, Any]:

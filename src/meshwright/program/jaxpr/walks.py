@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,6 +68,15 @@ def called_programs(eqn: Equation) -> list[tuple[ClosedJaxpr, Sequence[Atom]]]:
     if {"jaxpr", "call_jaxpr", "fun_jaxpr"}.isdisjoint(params):
         return []
     return [(called_jaxpr(eqn), eqn.invars)]
+
+
+def all_equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Equation, int]]:
+    """Yield every equation of a program and of those it calls, and how often each is evaluated."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        for program, _ in called_programs(eqn):
+            yield from all_equations(program.jaxpr, inside)
 
 
 def origin(jaxpr: Jaxpr, atom: Atom, casts_to: Collection[Any] = ()) -> Atom:

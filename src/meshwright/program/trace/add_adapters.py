@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter, run_scan
 from meshwright.program.jaxpr.equations import (
     CALLS,
     REMATS,
@@ -245,7 +245,7 @@ class _Adding(Evaluator):
         factors = [(view.a, view.b) for _, view in stacks if view.adapter is not None]
 
         def body(carry: list[Value], xs: Any) -> tuple[list[Value], list[Value]]:
-            rows, sliced = xs
+            *rows, sliced = xs
             for (n, view), (a, b) in zip(
                 stacks, sliced or [(None, None)] * len(stacks), strict=True
             ):
@@ -253,15 +253,7 @@ class _Adding(Evaluator):
             out = env.run(closed, [*operands[:consts], *carry, *rows])
             return out[:carries], out[carries:]
 
-        carry, ys = jax.lax.scan(
-            body,
-            operands[consts:start],
-            (operands[start:], factors),
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
-            unroll=eqn.params["unroll"],
-        )
-        return [*carry, *ys]
+        return run_scan(eqn, [*operands, factors], body)
 
 
 def _union(view: View, dims: Sequence[int]) -> frozenset[int]:

@@ -20,8 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.errors import Setting, UserError
 from meshwright.program.dims.elementwise import ELEMENTWISE
-from meshwright.program.dims.op import primitives
-from meshwright.program.dims.row_rules import row_rule
+from meshwright.program.dims.row_rules import hidden_after, row_rule
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter, run_scan, scan_body
 from meshwright.program.jaxpr.equations import (
     CALLS,
@@ -40,19 +39,11 @@ from meshwright.program.jaxpr.equations import (
     structs_of,
 )
 from meshwright.program.jaxpr.names import module_of
-from meshwright.program.jaxpr.walks import called_programs, program_key
+from meshwright.program.jaxpr.walks import all_equations, program_key
 from meshwright.program.trace.normalize import normalize
 
 _MARKS = {f"meshwright.{name}": name for name in ("segments", "positions", "tokens", "logits")}
 ROW, PLACE = "row", "place"
-
-_MOVES = primitives(
-    """
-    convert_element_type name stop_gradient copy reduce_precision transpose reshape squeeze
-    broadcast_in_dim
-    """
-)
-"""Operations after which what is hidden is still hidden."""
 
 
 class NotApart(UserError):
@@ -71,7 +62,7 @@ def keep_apart(model: Callable[..., Any], tokens: Any, *, segment_ids: Any, posi
 
 def apart(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program in which documents are apart where `keep_apart` asks for it."""
-    if not _has_marks(closed):
+    if not any(_mark(eqn) for eqn, _ in all_equations(closed.jaxpr)):
         return closed
     run = lambda *args: _Apart(closed).run(closed, args)  # noqa: E731
     return normalize(jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars)))
@@ -260,11 +251,6 @@ def _mark(eqn: Equation) -> str:
     return _MARKS.get(eqn.params["name"], "") if eqn.primitive.name == "name" else ""
 
 
-def _has_marks(closed: ClosedJaxpr) -> bool:
-    each = ((eqn, called_programs(eqn)) for eqn in closed.jaxpr.eqns)
-    return any(_mark(eqn) or any(_has_marks(p) for p, _ in inner) for eqn, inner in each)
-
-
 def _where(eqn: Equation) -> str:
     module = module_of(name_stack(eqn))
     return f"`{eqn.primitive.name}`{f' in `{module}`' if module else ''}"
@@ -347,23 +333,14 @@ def _dependent(eqn: Equation, result: int, facts: Sequence[_Fact], summed: _Dims
     fits &= dims.count(ROW) == 1 and 1 <= dims.count(PLACE) <= 2 and lost <= summed
     if not fits:
         return _Fact(mixed=_where(eqn))
-    hidden = _hidden(eqn.primitive.name, facts) if dims.count(PLACE) == 2 else ""
+    name, hidden = eqn.primitive.name, ""
+    # The pairs of a product are other ones than those of its operands.
+    if dims.count(PLACE) == 2 and name != "dot_general":
+        hidden = hidden_after(name, [fact.hidden for fact in facts])
     return _Fact(_varies(eqn, result, facts), tuple(dims), hidden)
 
 
 _HIDES = {"exp": "low", "reduce_max": "low", "reduce_sum": "zero"}
-
-
-def _hidden(name: str, facts: Sequence[_Fact]) -> str:
-    """Return what a result is for pairs of different documents."""
-    first, some = facts[0].hidden, {fact.hidden for fact in facts}
-    if name in _MOVES:
-        return first
-    if (name == "mul" and "zero" in some) or (name == "div" and first == "zero"):
-        return "zero"
-    if (name == "sub" and first == "low") or (name == "add" and "low" in some):
-        return "low"
-    return "zero" if name == "exp" and first == "low" else ""
 
 
 def _meet(eqn: Equation, number: int, fact: _Fact, found: _Fact) -> tuple[_Fact, list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwright.program.dims.shape import paired_dims
 from meshwright.program.jaxpr.equations import Equation, aval_of
 from meshwright.program.trace.adapters import Adapter
 
@@ -126,9 +127,9 @@ def _transposed(view: View, order: tuple[int, ...]) -> View:
 
 def _reshaped(view: View, shape: tuple[int, ...]) -> View | None:
     dims: list[frozenset[int]] = [frozenset()] * len(shape)
-    for old, new in _groups(view.shape, shape):
-        made_of = frozenset[int]().union(*(view.dims[d] for d in old))
-        dims = [made_of if d in new else known for d, known in enumerate(dims)]
+    for old, new in paired_dims(view.shape, shape):
+        made_of = frozenset[int]().union(*(view.dims[d] for d in old if view.shape[d] != 1))
+        dims = [made_of if d in new and shape[d] != 1 else known for d, known in enumerate(dims)]
     after = replace(view, shape=shape, dims=tuple(dims))
     factors: dict[str, Any] = {}
     for name, array, own in after.sides():
@@ -137,18 +138,3 @@ def _reshaped(view: View, shape: tuple[int, ...]) -> View | None:
             return None
         factors[name] = jnp.reshape(array, target)
     return replace(after, **factors)
-
-
-def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return which dims of a shape become which dims of another; those of size 1 are left out."""
-    rest = [d for d, size in enumerate(old) if size != 1]
-    others = [d for d, size in enumerate(new) if size != 1]
-    groups: list[tuple[list[int], list[int]]] = []
-    while rest and others:
-        left, right = [rest.pop(0)], [others.pop(0)]
-        while (before := math.prod(old[d] for d in left)) != (
-            after := math.prod(new[d] for d in right)
-        ):
-            (left if before < after else right).append((rest if before < after else others).pop(0))
-        groups.append((left, right))
-    return groups

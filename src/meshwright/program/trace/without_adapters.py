@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.errors import Setting, UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation
-from meshwright.program.jaxpr.walks import called_programs
+from meshwright.program.jaxpr.walks import all_equations
 
 _MARK = "meshwright.reference"
 
@@ -72,10 +72,7 @@ def refuse_reference(closed: ClosedJaxpr) -> None:
 
 def has_reference(closed: ClosedJaxpr) -> bool:
     """Whether a program computes a reference."""
-    return any(
-        is_reference(eqn) or any(has_reference(inner) for inner, _ in called_programs(eqn))
-        for eqn in closed.jaxpr.eqns
-    )
+    return any(is_reference(eqn) for eqn, _ in all_equations(closed.jaxpr))
 
 
 def _is_module(value: Any) -> bool:

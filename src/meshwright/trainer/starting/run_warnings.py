@@ -1,4 +1,4 @@
-"""Warnings about a run: at its start, about its schedules, and at its end."""
+"""Warnings about a run, at its start and at its end, and settings that do not go together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.batch import Batch
 from meshwright.config.schema import Config
-from meshwright.errors import MeshwrightError, Setting
+from meshwright.errors import ANY, MeshwrightError, Setting, UserError, did_you_mean
 from meshwright.mesh.axes import MODEL_AXES, describe_sizes
 from meshwright.plan import TINY_SHARD, Plan
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import Recipe, learning_rate, training_duration
 from meshwright.text.units import counted
 from meshwright.tracking.log_lines import levels_inside
+from meshwright.trainer.callbacks import EarlyStopping
 from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.programs import Programs
 from meshwright.trainer.run_progress import StopReason
 from meshwright.trainer.starting.learning_rate import rate_at
 from meshwright.trainer.trained.fit_result import FitResult
@@ -220,3 +222,46 @@ def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: 
         )
     for text in texts:
         warnings.warn(text, UserWarning, stacklevel=levels_inside())
+
+
+def check_rewinding(on_nonfinite: str, asked: FitSettings) -> None:
+    """Refuse to rewind where nothing is saved."""
+    if on_nonfinite != "rewind" or asked.saves:
+        return
+    if asked.run_dir is None:
+        why, fix = "the run has no folder", f"write {Setting('hydra.run.dir', ANY)}"
+    else:
+        why, skip = Setting("checkpoint.enabled", False), Setting("training.on_nonfinite", "skip")
+        fix = f"write {Setting('checkpoint.enabled', True)}, or {skip}"
+    raise UserError(
+        f"{Setting('training.on_nonfinite', 'rewind')} needs checkpoints to go back to",
+        why=str(why),
+        fix=fix,
+    )
+
+
+def check_early_stopping(asked: FitSettings, programs: Programs) -> None:
+    """Refuse early stopping by evaluations or metrics that there are not."""
+    watched = {each.metric for each in asked.callbacks if isinstance(each, EarlyStopping)}
+    if not watched:
+        return
+    if asked.eval_data is None:
+        raise UserError(
+            "early stopping counts evaluations, and there is no data to evaluate on",
+            fix=f"hold out data with {Setting('data.eval_fraction', ANY)}, or leave out early "
+            "stopping",
+        )
+    if asked.eval_every is None:
+        raise UserError(
+            "early stopping counts evaluations, and there is only one, at the end",
+            why=f"{Setting('training.eval_every')} is not set",
+            fix=f"write {Setting('training.eval_every', ANY)} too",
+        )
+    names = ["loss"] if watched == {"loss"} else ["loss", *programs.evaluated_metrics()]
+    for metric in sorted(watched.difference(names)):
+        raise UserError(
+            f"early stopping watches {metric!r}, which evaluations do not have",
+            why=f"they have {', '.join(names)}",
+            fix=did_you_mean(metric, names)
+            or f'return it with the loss: return loss, {{"{metric}": …}}',
+        )

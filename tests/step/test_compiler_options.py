@@ -11,7 +11,7 @@ from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
-from meshwright.step.collective_options import collective_options
+from meshwright.step.compiler_options import collective_options
 
 WIDTH = 2048
 BLOCK = WIDTH * WIDTH + WIDTH

@@ -1,18 +1,26 @@
-"""Compiler options that let GPUs communicate while they compute, by the size of a block.
+"""Compiler options for GPUs: what is computed while they communicate, and what multiplies matrices.
 
 XLA combines small collectives into large ones, which wait for the last of their parts; if they hold
 the weights or gradients of several blocks, little is left to compute meanwhile. In a loop over
 blocks, XLA waits for a collective in the iteration that starts it, unless an option carries it over
 to the next one. A single device has no communication to hide, and the order that would hide it only
-costs memory. benchmarks/NOTES.md has the figures.
+costs memory.
+
+Triton joins a product with what is computed around it, unlike cuBLAS. That pays for the small
+batched products of attention, recurrences and experts that no kernel evaluates, and only costs time
+where all products are large. benchmarks/NOTES.md has the figures.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.plan import Plan
 from meshwright.program.blocks.block_lists import find_block_lists
+from meshwright.program.jaxpr.equations import Equation, Jaxpr
+from meshwright.program.jaxpr.walks import called_programs
+from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.trace.traced_loss import TracedLoss
 
 SMALLEST_BYTES = 4 * 2**20
@@ -69,3 +77,22 @@ def _largest_block(traced: TracedLoss) -> int:
     ]
     sizes = (sum(leaf.size for leaf in params if leaf.path.startswith(block)) for block in paths)
     return max(sizes, default=0)
+
+
+_BY_CUBLAS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+
+
+def product_options(jaxpr: Jaxpr, kernels: Kernels) -> dict[str, Any]:
+    """Return the options for a program, some of whose equations are evaluated by kernels."""
+    return {} if any(_batched_products(jaxpr, kernels)) else _BY_CUBLAS
+
+
+def _batched_products(jaxpr: Jaxpr, kernels: Kernels) -> Iterator[Equation]:
+    for eqn in jaxpr.eqns:
+        result = eqn.outvars[0] if eqn.outvars else None
+        if result in kernels.skipped or result in kernels.regions:
+            continue
+        if eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1]):
+            yield eqn
+        for called, _ in called_programs(eqn):
+            yield from _batched_products(called.jaxpr, kernels)
