@@ -136,6 +136,14 @@ def test_a_batch_that_no_mesh_divides_comes_first_with_the_nearest_that_do(fixed
     assert f"write training.global_batch_size={words}, or" in found.value.fix
 
 
+def test_a_batch_smaller_than_the_devices_can_share_rows():
+    with pytest.raises(UserError) as found:
+        search(GPT2_MEDIUM, task(batch=4, mesh={"data": 8}))
+    assert "global_batch_size=8, let several devices share each row (mesh.context), or" in (
+        found.value.fix
+    )
+
+
 def test_a_batch_that_leaves_no_mesh_that_fits_is_blamed():
     error = nothing_fits(NeedsFsdp(), search(NeedsFsdp(), task(batch=63)))
     assert error.what.endswith(": 63 samples per step can only be divided over 1 of 8 devices")

@@ -263,6 +263,12 @@ def test_models_whose_positions_depend_on_each_other_are_refused(name):
     assert message in str(error.value)
 
 
+def test_more_parts_than_positions_are_refused():
+    with pytest.raises(mw.UserError, match="more parts than a row has positions") as error:
+        assembled(written(), TASK.loss, tokens(length=3), "none", mesh="context=4")
+    assert "attention reads 3 positions" in str(error.value)
+
+
 def test_attention_without_values_is_refused_by_its_name():
     def loss(model, batch):
         x = model.tokens(batch["inputs"])
