@@ -18,6 +18,7 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.generation.model_facts import how_generated
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
+from meshwright.mesh.rows_drawing import Rows
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.pipeline.pipeline_report import PipelineReport
@@ -37,11 +38,11 @@ def run(request: Request) -> int:
     plan = request.plan()
     mesh = build_mesh(plan.mesh)
     flags, drawings = request.arguments.flags, dict[str, str]()
-    if request.arguments.has("--svg"):
-        drawings[flags["--svg"]] = mesh_svg(mesh)
     if request.arguments.has("--timeline"):
         drawings[flags["--timeline"]] = pipeline_svg(plan)
     _, assembled = assemble_first(request.trainer())
+    if request.arguments.has("--svg"):
+        drawings[flags["--svg"]] = mesh_svg(mesh, _rows_of(assembled))
     # Last, so that a failed command writes no files.
     for file, drawing in drawings.items():
         write_file(Path(file), drawing)
@@ -142,6 +143,13 @@ def _context(assembled: Assembled) -> Iterator[RenderableType]:
         yield Text("context")
         yield from (Indented(line, 4, first=2) for line in lines)
         yield Text()
+
+
+def _rows_of(assembled: Assembled) -> Rows | None:
+    """Return what a context axis divides; None without one."""
+    lengths = [placed.length for placed in assembled.decision.exchanges.attention.values()]
+    samples = assembled.plan.batch.global_batch_size
+    return Rows(samples, max(lengths)) if lengths else None
 
 
 def _kernels(assembled: Assembled) -> Iterator[RenderableType]:

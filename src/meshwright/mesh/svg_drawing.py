@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.mesh.picture import EMPTY, BlockAt, Indices, Layout, Picture, picture_of, wrap
+from meshwright.mesh.rows_drawing import Rows, draw_rows
 from meshwright.text.drawing import MARGIN, SvgPainter
 
 # All lengths are in SVG user units, shown as pixels.
@@ -21,17 +22,17 @@ _MAX_TITLE_WIDTH = 150
 _MAX_ROW_LENGTH = 16
 
 
-def mesh_svg(mesh: Mesh | AbstractMesh) -> str:
+def mesh_svg(mesh: Mesh | AbstractMesh, rows: Rows | None = None) -> str:
     """Return an SVG drawing of a mesh: one cell per device, an outline around each process.
 
     The drawing suits light and dark pages, and shows each device's coordinates and process on
-    hover.
+    hover. Below is which part of ``rows`` each device holds.
     """
-    return picture_svg(picture_of(mesh))
+    return picture_svg(picture_of(mesh), rows)
 
 
-def picture_svg(picture: Picture) -> str:
-    """Return an SVG drawing of a picture."""
+def picture_svg(picture: Picture, held: Rows | None = None) -> str:
+    """Return an SVG drawing of a picture, and of the rows that its devices hold."""
     names, grid = picture.blocks()
     stride = 1
     if len(picture.axes) == 1 and grid.shape[3] > _MAX_ROW_LENGTH:
@@ -46,7 +47,7 @@ def picture_svg(picture: Picture) -> str:
         for first in range(0, inner, per_band)
     ]
     layout = Layout(picture, names, grid, stride, range(rows), range(columns), bands)
-    return _Drawing(layout, sizes).svg()
+    return _Drawing(layout, sizes).svg(held)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class _Drawing:
         self._layout, self._picture, self._sizes = layout, layout.picture, sizes
         self._painter = SvgPainter("mw-mesh", self._picture.headline)
 
-    def svg(self) -> str:
+    def svg(self, held: Rows | None) -> str:
         sizes, bands = self._sizes, self._layout.bands
         for number, band in enumerate(bands):
             for place, block in enumerate(band):
@@ -91,13 +92,15 @@ class _Drawing:
         legend = self._picture.legend
         if legend:
             legend = ["outlines enclose the devices of one process (p)", *legend]
-        end = MARGIN + 2 * _LINE + len(bands) * sizes.down
+        end, rows_width = MARGIN + 2 * _LINE + len(bands) * sizes.down, 0.0
+        if held is not None:
+            rows_width, end = draw_rows(self._painter, self._picture, held, end)
         for number, line in enumerate(legend):
             self._painter.label(MARGIN, end + number * _LINE, line, "at")
         # Readers have different fonts; these are the widths of a wide one.
         text_width = max(11 * len(self._picture.headline), *(7 * len(line) for line in legend), 0)
         blocks_width = sizes.left + len(bands[0]) * sizes.across - _BLOCK_SPACE
-        width = MARGIN + max(blocks_width, text_width)
+        width = MARGIN + max(blocks_width, text_width, rows_width)
         height, title = end + len(legend) * _LINE, f"Mesh {self._picture.headline}"
         return self._painter.page(width, height, title, self._description())
 

@@ -113,6 +113,15 @@ def test_cpus_leave_as_much_again_as_is_known_exactly(estimator):
     assert memory.total == 2 * least.total
 
 
+def test_divided_rows_add_the_keys_and_values_of_other_devices(estimator):
+    parts = make_plan({"context": 8}, rows=8, remat="full")
+    alone = make_plan({}, rows=1, remat="full")
+    memory, other = (estimator.estimate(plan, on(plan)).memory for plan in (parts, alone))
+    # Of one block, both of them and their gradients: 4 heads cannot be exchanged for 8 parts.
+    assert memory.working - other.working == 7 / 8 * 4 * (8 * LENGTH * WIDTH * 4)
+    assert memory.activations == other.activations
+
+
 def test_activations_grow_with_rows_and_shrink_with_what_is_recomputed(estimator):
     def activations(rows, remat):
         plan = make_plan({}, rows=rows, remat=remat)

@@ -45,6 +45,21 @@ class NeedsFsdp(ClosedForm):
         return memory if plan.size("fsdp") == 8 else replace(memory, working=10**12)
 
 
+class NeedsHalf(ClosedForm):
+    """A model whose attention only fits in half precision."""
+
+    def _memory(self, plan):
+        memory = super()._memory(plan)
+        return memory if plan.precision == "bf16" else replace(memory, working=10**12)
+
+
+def test_a_format_that_fits_is_named_before_a_larger_cluster():
+    asked = replace(task(), precision="no")
+    error = nothing_fits(NeedsHalf(), search(NeedsHalf(), asked))
+    assert error.what == "no plan fits on 8xA100-40GB"
+    assert error.fix.startswith("write precision=bf16: data=8, ")
+
+
 def test_gradients_that_follow_the_peak_are_explained():
     memory = search(GPT2_MEDIUM, task(), top=1).best.memory
     assert memory_note(memory) == ""
@@ -119,6 +134,14 @@ def test_a_batch_that_no_mesh_divides_comes_first_with_the_nearest_that_do(fixed
     assert "samples" in found.value.what
     assert "no mesh of 8xA100-40GB agrees with these settings" in found.value.why
     assert f"write training.global_batch_size={words}, or" in found.value.fix
+
+
+def test_a_batch_smaller_than_the_devices_can_share_rows():
+    with pytest.raises(UserError) as found:
+        search(GPT2_MEDIUM, task(batch=4, mesh={"data": 8}))
+    assert "global_batch_size=8, let several devices share each row (mesh.context), or" in (
+        found.value.fix
+    )
 
 
 def test_a_batch_that_leaves_no_mesh_that_fits_is_blamed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.sample_mean import find_mixing
 from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.program.flops import DTYPES
+from meshwright.program.kernels.context_attention import AttentionLayouts
 from meshwright.program.trace.build_model import ModelSource, describe_model
 from meshwright.program.trace.choose_adapters import adapt_model
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
@@ -334,6 +335,7 @@ class Estimator:
         whole, blocks = self._peaks[key], program.blocks
         if plan.size("pipe") == 1:
             whole = _with(whole, "activations", self._held_twice(case, program, sizes))
+            whole = _with(whole, *_other_keys(plan, self._states.exchanges(plan)))
             added = 0.0 if _sums_in_place(plan) else _part_sums(program, sizes)
             return _with(whole, "working", added)
         if blocks is None:
@@ -363,6 +365,19 @@ class Estimator:
             loops=program.blocks is None or _depth(plan, program.blocks) > 1,
             reduced_last=_reduces_last(case.plan),
         )
+
+
+def _other_keys(plan: Plan, attention: Sequence[AttentionLayouts]) -> tuple[Use, float]:
+    """Return the bytes of what a device gathers of the keys and values of other positions.
+
+    Blocks that gather it again have it one at a time, and its gradients as well.
+    """
+    others = plan.batch.micro_batch_size / SAMPLES * (1 - 1 / plan.size(CONTEXT))
+    keys = [sum(n for kind, n, _ in one.sent if kind == "all-gather") for one in attention]
+    if plan.sharding.remat != "none" or gathers_twice(plan):
+        return "working", others * 2 * max(keys, default=0.0)
+    times = [one.times for one in attention]
+    return "activations", others * sum(n * t for n, t in zip(keys, times, strict=True))
 
 
 def _parts(classes: DimClasses, tensor: TensorChoice) -> dict[int, int]:

@@ -260,7 +260,8 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
     task = result.task
     large = [each for each in result.rejected if each.kind == "memory"]
     nearest = min(large, key=lambda each: each.distance)
-    found = smallest_cluster(estimator, task)
+    half = _in_half(estimator, task)
+    found = half or smallest_cluster(estimator, task)
     fits_here = found is not None and found.task.hardware.count <= task.hardware.count
     if not fits_here and _shares_memory(task.hardware):
         found = None
@@ -273,11 +274,19 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
         "smallest_global_batch_size": found and found.task.global_batch_size,
     }
     return NothingFits(
-        f"no plan fits on {task.hardware}{_divided_batch(task) if fits_here else ''}",
+        f"no plan fits on {task.hardware}{_divided_batch(task) if fits_here and not half else ''}",
         why=f"the nearest is {nearest}",
         fix=_what_holds_it(task, found),
         report=report,
     )
+
+
+def _in_half(estimator: Estimator, task: PlanTask) -> SearchResult | None:
+    """Return a search in half precision, whose attention stores no scores, if a plan then fits."""
+    if task.precision != "no" or task.hardware.chip.platform == "cpu":
+        return None
+    result = search(estimator, replace(task, precision="bf16"), top=1)
+    return result if result.plans else None
 
 
 def _divided_batch(task: PlanTask) -> str:
@@ -302,8 +311,10 @@ def _what_holds_it(task: PlanTask, found: SearchResult | None) -> str:
     if found is None:
         return f"no cluster of {chip} holds it; choose a chip with more memory"
     enough, plan = found.task.hardware, found.best.plan.describe()
+    memory = human_bytes(found.best.memory.total)
+    if found.task.precision != task.precision:
+        return f"write {Setting('precision', found.task.precision)}: {plan}, {memory} per device"
     if enough.count > task.hardware.count:
-        memory = human_bytes(found.best.memory.total)
         return (
             f"the smallest cluster of {chip} that holds it is {enough}: {plan}, {memory} per "
             f"device, {_batch_assumed(found, task)}"

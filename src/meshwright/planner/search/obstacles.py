@@ -211,10 +211,12 @@ def no_mesh(task: PlanTask, rejected: Iterable[Rejection]) -> UserError:
     rest = [f"and {counted(more, 'similar reason')}"] if more > 0 else []
     batch = Setting("training.global_batch_size", *nearest)
     change = "write" if nearest else "change"
+    few = task.global_batch_size < task.hardware.count and CONTEXT not in task.fixed.mesh
+    shared = f", let several devices share each row ({Setting('mesh.context')})" if few else ""
     return UserError(
         what,
         why="; ".join([*why, *rest]),
-        fix=f"{change} {batch}, or leave settings of the mesh and the batch out",
+        fix=f"{change} {batch}{shared}, or leave settings of the mesh and the batch out",
     )
 
 

@@ -100,7 +100,7 @@ def _best(
         micro_batch_size=task.fixed.micro_batch_size,
     )
     asked = replace(task, hardware=smaller_or_larger(task.hardware, count), fixed=fixed)
-    every = list(all_sizes(count, {}))
+    every = list(all_sizes(count, {}, tokens=estimator.tokens_per_sample))
     most = {} if larger is None else {axis: max(8, 2 * larger.plan.size(axis)) for axis in AXES}
     alike = [sizes for sizes in every if most and all(sizes[axis] <= most[axis] for axis in AXES)]
     for meshes in filter(None, (alike, every)):

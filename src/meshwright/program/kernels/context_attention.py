@@ -36,6 +36,7 @@ from meshwright.program.kernels.attention_products import (
     score_products,
 )
 from meshwright.program.kernels.regions import Substitution, describe
+from meshwright.text.units import counted
 
 LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
 """Returns how a variable is sharded over the mesh; None if it is not."""
@@ -150,6 +151,9 @@ def find_exchanges(
             if attention is None:
                 raise _unknown(product, size)
             _place(_Placing(classes, program, layout, sizes), attention, found)
+    shortest = min((placed.length for placed in found.attention.values()), default=size)
+    if shortest < size:
+        raise _too_short(shortest, size)
     return found
 
 
@@ -408,6 +412,14 @@ def _no_positions(classes: DimClasses, size: int) -> UserError:
         f"{Setting('mesh.context', size)} finds no positions to divide",
         why="it divides the dim that attention sums over, and this loss has no attention",
         fix=f"use {Setting('mesh.fsdp', size)} or {Setting('mesh.data', size)} for these devices",
+    )
+
+
+def _too_short(length: int, size: int) -> UserError:
+    return UserError(
+        f"{Setting('mesh.context', size)} has more parts than a row has positions",
+        why=f"attention reads {counted(length, 'position')}, and each device needs one at least",
+        fix=f"write {Setting('mesh.context')} up to {length}, or use longer rows",
     )
 
 
