@@ -128,7 +128,8 @@ def run_ours(side: str, updates: int, tiny: bool) -> dict[str, Any]:
 def fine_tuned(folder: Path, count: int, tiny: bool) -> tuple[list[str], list[str]]:
     """Train on the pages of the documentation; return prompts, and where to start."""
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-    text = "\n".join(page.read_text() for page in pages)
+    # Each character is a token then.
+    text = "\n".join(page.read_text() for page in pages).encode("ascii", "ignore").decode()
     (folder / "pages.txt").write_text(text)
     words = [
         "data=text", f"data.path={folder / 'pages.txt'}", "training.global_batch_size=16",
@@ -208,6 +209,7 @@ def peer(adapted: bool, updates: int, tiny: bool) -> dict[str, Any]:
         moments.append(moment(device))
         spent = [after - before for before, after in pairwise(moments)]
         found.append(dict(zip(PARTS, spent, strict=True)) | {"seconds": sum(spent)})
+        print(f"update {len(found)}:", found[-1], file=sys.stderr, flush=True)
     row: dict[str, Any] = {
         key: float(f"{statistics.median(one[key] for one in found[COMPILING:]):.4g}")
         for key in found[0]

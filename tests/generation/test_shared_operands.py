@@ -10,6 +10,7 @@ from flax import nnx
 
 import meshwright as mw
 from meshwright.generation.make_decoder import make_decoder
+from meshwright.generation.shared_operands import share_operands
 from meshwright.generation.token_decoder import split_model
 
 VOCABULARY, WIDTH, HEADS, GROUPS, LENGTH, PROMPT = 32, 16, 4, 2, 24, 12
@@ -66,6 +67,23 @@ def test_repeated_keys_are_kept_and_read_once(order, kernel):
         assert step.lower(*given).as_text().count("dot_general") == 2 * 4 + 1
         logits, _ = step(*given)
         np.testing.assert_allclose(logits, whole[range(2), lengths], rtol=1e-12, atol=1e-13)
+
+
+def test_norms_multiply_with_their_weights_last():
+    graphdef, state = nnx.split(nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)))
+    leaves, tree = jax.tree.flatten(state)
+    scale = np.linspace(0.5, 2, WIDTH, dtype=np.float32)
+    x = np.random.default_rng(0).normal(size=(1, 5, WIDTH)).astype(np.float32)
+
+    def norm(scale, x):
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, [scale]))(x)
+
+    assert len(leaves) == 1
+    found = share_operands(jax.make_jaxpr(norm)(scale, x), 1)
+    last = [eqn for eqn in found.jaxpr.eqns if eqn.primitive.name == "mul"][-1]
+    assert any(v.aval.shape == (1, 1, WIDTH) for v in last.invars)
+    (got,) = jax.core.eval_jaxpr(found.jaxpr, found.consts, scale, x)
+    np.testing.assert_allclose(got, norm(scale, x), rtol=1e-6)
 
 
 def test_what_is_computed_has_the_format_that_was_asked_for():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -42,11 +42,16 @@ def share_operands(closed: ClosedJaxpr, joinable: int, *, also: Sequence[Var] = 
     makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
     rules = [_Joined(closed, group) for group in _groups(closed, joinable, makers)]
 
+    of_tokens = dependent_variables(closed.jaxpr.eqns, [closed.jaxpr.invars[-1]])
+
     def unrepeat(eqn: Equation, env: Environment) -> list[Value] | None:
         return _unrepeat(eqn, env, makers)
 
+    def scale_last(eqn: Equation, env: Environment) -> list[Value] | None:
+        return _scale_last(eqn, env, makers, of_tokens)
+
     def run(*args: Value) -> list[Value]:
-        evaluator = Evaluator((*rules, unrepeat))
+        evaluator = Evaluator((*rules, unrepeat, scale_last))
         env = evaluator.environment(closed, args)
         evaluator.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in (*closed.jaxpr.outvars, *also)]
@@ -160,6 +165,25 @@ def _grouped(eqn: Equation, env: Environment, side: int, value: Value, dim: int)
     product = product.reshape(*shape[:place], -1, *shape[place + 2 :])
     others = [*range(count, count + len(own) - 1)]
     return product if side else jnp.moveaxis(product, others, [d - others[-1] - 1 for d in others])
+
+
+def _scale_last(
+    eqn: Equation, env: Environment, makers: Mapping[Var, Equation], of_tokens: Set[Var]
+) -> list[Value] | None:
+    """Multiply with a number of each row before its weights, not with their product.
+
+    A norm is one operation on a GPU then, instead of three.
+    """
+    for side, atom in enumerate(eqn.invars if eqn.primitive.name == "mul" else ()):
+        made = None if isinstance(atom, Literal) else makers.get(atom)
+        if made is None or made.primitive.name != "mul":
+            continue
+        parts = [part for part in made.invars if not isinstance(part, Literal)]
+        if len(parts) == 2 and all(aval_of(part).size < aval_of(atom).size for part in parts):
+            first, second = map(env.value, sorted(parts, key=lambda part: part not in of_tokens))
+            (product,) = bind(eqn, [env.value(eqn.invars[1 - side]), first])
+            return bind(eqn, [product, second])
+    return None
 
 
 def _source(
