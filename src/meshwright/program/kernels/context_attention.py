@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -35,6 +35,8 @@ from meshwright.program.kernels.attention_products import (
     follow_scores,
     score_products,
 )
+from meshwright.program.kernels.joined_attention import SharedRows
+from meshwright.program.kernels.masks import Allowed
 from meshwright.program.kernels.regions import Substitution, describe
 
 LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
@@ -58,6 +60,10 @@ class AttentionLayouts:
         sent: kinds of collectives, the bytes of the array that each exchanges of a microbatch, and
             whether it belongs to the forward pass.
         times: how often loops run it.
+        own_keys: the layouts of keys and values before they are exchanged; None where what they
+            repeat is.
+        moved: the bytes of queries and results on the devices of a row.
+        shared: how a kernel divides the work on rows; None if all scores are computed.
     """
 
     module: str
@@ -71,12 +77,35 @@ class AttentionLayouts:
     rows: PartitionSpec
     sent: tuple[tuple[str, float, bool], ...]
     times: int
+    own_keys: tuple[PartitionSpec, PartitionSpec] | None = None
+    moved: tuple[float, float] = (0, 0)
+    shared: SharedRows | None = None
 
     @property
     def use(self) -> Substitution:
         """How it is evaluated, in words."""
         how = "exchanges positions for heads" if self.by_heads else "gathers keys and values"
-        return Substitution("attention", self.module, f"{how}, {self.why}")
+        how = f"{how}, {self.why}"
+        if self.shared is not None and self.shared.window is None:
+            how += "; exchanges half of its queries, so that all devices have equal work"
+        elif self.shared is not None and self.own_keys is not None:
+            how = f"fetches {self.shared.halo:,} keys before its own, because of its window"
+        return Substitution("attention", self.module, how)
+
+    def with_kernel(self, allowed: Allowed, size: int) -> AttentionLayouts:
+        """Return the layouts for a kernel, which computes no scores that its mask hides."""
+        shared = SharedRows(size, self.length, allowed.window)
+        if self.by_heads or not allowed.causal or allowed.documents or not shared.is_possible:
+            return self
+        permuted: list[tuple[str, float, bool]] = []
+        if shared.window is None:
+            both = [n / 2 / size for n in self.moved]
+            permuted = [("collective-permute", n, ahead) for n in both for ahead in (True, False)]
+        elif self.own_keys is not None:
+            part = shared.halo / self.length
+            permuted = [("collective-permute", part * n, ahead) for _, n, ahead in self.sent]
+            return replace(self, shared=shared, sent=tuple(permuted))
+        return replace(self, shared=shared, sent=(*self.sent, *permuted))
 
 
 Layouts = tuple[PartitionSpec, ...]
@@ -281,6 +310,8 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
     parts = size if by_heads else 1
     sent = tuple((k, at.nbytes(v) / parts, not n) for v in arrays for n, k in enumerate(kinds))
     query_layout, key_layout, value_layout, output_layout = layouts
+    repeats = key.is_repeated or value.is_repeated
+    of_key, of_value = (PartitionSpec(*at.rows(x.operand)) for x in (key, value))
     found.attention[output] = AttentionLayouts(
         module=module,
         length=length,
@@ -293,6 +324,8 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
         rows=rows,
         sent=sent,
         times=at.program.times,
+        own_keys=None if repeats else (of_key, of_value),
+        moved=(at.nbytes(query.operand), at.nbytes(output)),
     )
 
 

@@ -61,6 +61,13 @@ class Kernels:
     rows: bool = False
     sums_in_parts: bool = False
 
+    @property
+    def attention(self) -> dict[Var, AttentionLayouts]:
+        """How kernels exchange positions over the context axis, by their result."""
+        found = ((region.outputs[0], region.kernel) for region in self.regions.values())
+        kernels = ((v, kernel) for v, kernel in found if isinstance(kernel, AttentionKernel))
+        return {v: kernel.exchange for v, kernel in kernels if kernel.exchange is not None}
+
 
 NO_KERNELS = Kernels()
 
@@ -180,6 +187,7 @@ class _Finder:
         else:
             self._check_rows(operands.query, placed.query)
             layouts = _on_context(operands, placed)
+            placed = placed.with_kernel(operands.allowed, self.exchanges.size)
         if any(spec is not None for spec in layouts):
             _check_layouts(operands, layouts)
         name = "cudnn" if self.kernels.choice == "auto" else "xla"

@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.nn import dot_product_attention
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import first_line
@@ -21,19 +19,19 @@ from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Value, aval_of
 from meshwright.program.kernels.attention_operands import AttentionOperands
+from meshwright.program.kernels.attention_parts import (
+    Attend,
+    AttentionPart,
+    band,
+    cudnn_attention,
+    cudnn_part,
+    differentiable,
+    xla_attention,
+    xla_part,
+)
 from meshwright.program.kernels.context_attention import AttentionLayouts
 from meshwright.program.kernels.masks import Allowed
 from meshwright.program.kernels.regions import NotReplaced, Region
-
-Attend = Callable[..., Any]
-"""(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C].
-
-A mask says all that queries may attend to.
-"""
-
-
-ATTENDED = "attended"
-"""The name of what attention saves for its gradient besides its operands."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,20 @@ class AttentionKernel:
 
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
         """Return the result of the second product."""
-        form = cudnn_attention if self.name == "cudnn" and env.evaluator.weights.casts else None
-        form = planned_attention if form and self.planned else form
-        attend = (form or xla_attention)(self.operands.allowed, self.operands.scale)
+        by_cudnn = self.name == "cudnn" and env.evaluator.weights.casts
+        form = cudnn_attention if by_cudnn else xla_attention
+        form = planned_attention if by_cudnn and self.planned else form
+        attend = form(self.operands.allowed, self.operands.scale)
         inputs = [env.read(variable) for variable in region.inputs]
-        exchange = self.exchange
+        exchange, layouts = self.exchange, list(self.layouts)
         own = exchange is not None and not exchange.by_heads
+        if exchange is not None and exchange.shared is not None:
+            part = partial(cudnn_part if by_cudnn else xla_part, scale=self.operands.scale)
+            own, keys = False, exchange.own_keys
+            attend = exchange.shared.attention(part, is_gathered=keys is None)
+            layouts[1:3] = layouts[1:3] if keys is None else keys
         run = partial(run_attention, self.operands, attend, own_rows=own)
-        result = run_locally(run, inputs, self.layouts[:-1], self.layouts[-1], mesh)
+        result = run_locally(run, inputs, layouts[:-1], layouts[-1], mesh)
         return [result if exchange is None else constrain(result, mesh.sharding(exchange.rows))]
 
 
@@ -94,9 +98,9 @@ def run_attention(
     first = jax.lax.axis_index(CONTEXT) * length if own_rows else 0
     if operands.mask is not None:
         mask = _rows_and_keys(operands, arrays[3], batch, length)
-        mask &= _band(operands.allowed, mask.shape[-2:], first)
+        mask &= band(operands.allowed, mask.shape[-2:], first)
     elif own_rows and (operands.allowed.causal or operands.allowed.window is not None):
-        mask = _band(operands.allowed, (length, key.shape[1]), first)[None, None]
+        mask = band(operands.allowed, (length, key.shape[1]), first)[None, None]
     out = attend(query, key, value, mask)
     out = out.reshape(*batch, length, *heads, *groups, out.shape[-1])
     return jnp.transpose(jnp.moveaxis(out, count - head, count), operands.output_dims)
@@ -118,26 +122,6 @@ def _rows_and_keys(
     shape = [ordered.shape[present.index(at)] if at in present else 1 for at in wanted]
     full = (*batch, length, keys)
     return jnp.broadcast_to(ordered.reshape(shape), full).reshape(math.prod(batch), 1, length, keys)
-
-
-def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
-    """Return attention by cuDNN."""
-    # How many keys before and after a query it attends to.
-    window = None if allowed.window is None else (allowed.window - 1, 0)
-
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            scale=scale,
-            is_causal=allowed.causal and mask is None,
-            local_window_size=window if mask is None else None,
-            implementation="cudnn",
-        )
-
-    return attend
 
 
 PLANNED = "planned_attention"
@@ -176,20 +160,7 @@ def planned_attention(allowed: Allowed, scale: float) -> Attend:
 
         return call(PLANNED_GRADIENT, run, query, key, value, *others)
 
-    @jax.custom_vjp
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return attended(query, key, value, mask)[0]
-
-    def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        results = attended(query, key, value, mask)
-        out, sums = (checkpoint_name(result, ATTENDED) for result in results)
-        return out, (query, key, value, mask, out, sums)
-
-    def backward(saved: Any, cotangent: Any) -> Any:
-        return (*gradients(*saved, cotangent), None)
-
-    attend.defvjp(forward, backward)
-    return attend
+    return differentiable(AttentionPart(attended, gradients))
 
 
 def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = False) -> None:
@@ -242,67 +213,3 @@ def _refusal(
     except (NotImplementedError, ValueError, RuntimeError) as error:
         return first_line(error)
     return ""
-
-
-def xla_attention(allowed: Allowed, scale: float) -> Attend:
-    """Return attention that saves queries, keys and values, and no scores.
-
-    Its gradient recomputes the scores, from which the saved sums of exponentials make the weights.
-    """
-
-    def scores(query: Any, key: Any, mask: Any) -> Any:
-        wide = jnp.promote_types(query.dtype, jnp.float32)
-        out = jnp.einsum("btkgc,bskc->bkgts", query, key, preferred_element_type=wide) * scale
-        visible = _band(allowed, out.shape[-2:]) if mask is None else mask[:, None]
-        return jnp.where(visible, out, -jnp.inf)
-
-    def forward_pass(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
-        values = scores(query, key, mask)
-        peak = values.max(-1, keepdims=True)
-        exponentials = jnp.exp(values - peak)
-        total = exponentials.sum(-1, keepdims=True)
-        weights = (exponentials / total).astype(value.dtype)
-        mixed = jnp.einsum("bkgts,bskc->btkgc", weights, value)
-        return mixed, peak + jnp.log(total)
-
-    @jax.custom_vjp
-    def grouped(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return forward_pass(query, key, value, mask)[0]
-
-    def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        results = forward_pass(query, key, value, mask)
-        out, normalizer = (checkpoint_name(result, ATTENDED) for result in results)
-        return out, (query, key, value, mask, normalizer)
-
-    def backward(saved: Any, cotangent: Any) -> Any:
-        query, key, value, mask, normalizer = saved
-        wide = normalizer.dtype
-        weights = jnp.exp(scores(query, key, mask) - normalizer)
-        product = partial(jnp.einsum, preferred_element_type=wide)
-        of_value = product("bkgts,btkgc->bskc", weights.astype(value.dtype), cotangent)
-        of_weights = product("btkgc,bskc->bkgts", cotangent, value)
-        mean = (weights * of_weights).sum(-1, keepdims=True)
-        of_scores = weights * (of_weights - mean) * scale
-        of_scores = of_scores.astype(query.dtype)
-        of_query = product("bkgts,bskc->btkgc", of_scores, key)
-        of_key = product("bkgts,btkgc->bskc", of_scores, query)
-        gradients = (of_query, of_key, of_value)
-        return (*(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=False)), None)
-
-    grouped.defvjp(forward, backward)
-
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        batch, length, heads, channels = query.shape
-        kv_heads = key.shape[2]
-        query = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
-        out = grouped(query, key, value, mask)
-        return out.reshape(batch, length, heads, out.shape[-1])
-
-    return attend
-
-
-def _band(allowed: Allowed, shape: tuple[int, ...], first: Any = 0) -> Any:
-    """Return which keys [S] queries [T], from position `first`, may attend to, by distance."""
-    distance = first + jnp.arange(shape[0])[:, None] - jnp.arange(shape[1])[None, :]
-    visible = distance >= 0 if allowed.causal else jnp.ones(shape, bool)
-    return visible if allowed.window is None else visible & (distance < allowed.window)
