@@ -13,7 +13,7 @@ from jax.nn import dot_product_attention
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.jaxpr.equations import Equation, Value, bind
-from meshwright.program.kernels.masks import Allowed
+from meshwright.program.kernels.masks import Allowed, band
 
 Attend = Callable[..., Any]
 """(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C].
@@ -103,31 +103,27 @@ def cudnn_part(allowed: Allowed, scale: float) -> AttentionPart:
     attend = cudnn_attention(allowed, scale)
 
     def evaluate(run: Callable[..., Any], mask: Any, *arrays: Any, given: Any = None) -> Any:
-        found: list[Any] = []
+        results = [] if given is None else list(given)
 
         def replace(eqn: Equation, env: Environment) -> list[Value] | None:
             if not eqn.primitive.name.startswith("dot_product_attention_fwd"):
                 return None
-            found[:] = bind(eqn, env.operands(eqn)) if given is None else given
-            return list(found)
+            results[:] = results or bind(eqn, env.operands(eqn))
+            return results
 
         def with_gradients(mask: Any, *arrays: Any) -> Any:
-            of_query = lambda *operands: attend(*operands, mask)  # noqa: E731
-            out, pullback = jax.vjp(of_query, *arrays[:3])
-            return run(out, pullback, *arrays[3:])
+            return run(*jax.vjp(lambda *qkv: attend(*qkv, mask), *arrays[:3]), *arrays[3:])
 
         program = jax.make_jaxpr(with_gradients)(mask, *arrays)
-        results = Evaluator([replace]).run(program, jax.tree.leaves((mask, *arrays)))
-        return found if given is None else results
+        found = Evaluator([replace]).run(program, jax.tree.leaves((mask, *arrays)))
+        return results if given is None else found
 
     def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        out, total = evaluate(lambda out, _: out, mask, query, key, value)
-        return out, total
+        return evaluate(lambda out, _: out, mask, query, key, value)
 
     def gradients(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        out, total, cotangent = rest
         pull = lambda _, pullback, cotangent: pullback(cotangent)  # noqa: E731
-        return evaluate(pull, mask, query, key, value, cotangent, given=(out, total))
+        return evaluate(pull, mask, query, key, value, rest[-1], given=rest[:-1])
 
     return AttentionPart(forward, gradients)
 
@@ -155,10 +151,3 @@ def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
 def xla_attention(allowed: Allowed, scale: float) -> Attend:
     """Return attention that saves queries, keys, values and its result, and no scores."""
     return differentiable(xla_part(allowed, scale))
-
-
-def band(allowed: Allowed, shape: tuple[int, ...], first: Any = 0) -> Any:
-    """Return which keys [S] queries [T], from position `first`, may attend to, by distance."""
-    distance = first + jnp.arange(shape[0])[:, None] - jnp.arange(shape[1])[None, :]
-    visible = distance >= 0 if allowed.causal else jnp.ones(shape, bool)
-    return visible if allowed.window is None else visible & (distance < allowed.window)

@@ -52,10 +52,7 @@ class AttentionLayouts:
         length: the positions of a row.
         by_heads: whether positions are exchanged for heads; else keys and values are gathered.
         why: how much less it sends than the other way, or why there is none.
-        query: the layout of its queries.
-        key: that of its keys.
-        value: that of its values.
-        output: that of its result.
+        inside: the layouts of its queries, keys, values and result.
         rows: that of its result once positions are sharded again.
         sent: kinds of collectives, the bytes of the array that each exchanges of a microbatch, and
             whether it belongs to the forward pass.
@@ -70,10 +67,7 @@ class AttentionLayouts:
     length: int
     by_heads: bool
     why: str
-    query: PartitionSpec
-    key: PartitionSpec
-    value: PartitionSpec
-    output: PartitionSpec
+    inside: tuple[PartitionSpec, ...]
     rows: PartitionSpec
     sent: tuple[tuple[str, float, bool], ...]
     times: int
@@ -298,29 +292,23 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
         _of(found, scores).result = (PartitionSpec(*of_scores),)
         weights = {attention.weights_side: (PartitionSpec(*of_weights),)}
         _of(found, values).operands.update(weights)
-    layouts = [PartitionSpec(*entries) for entries in inside]
+    layouts = tuple(PartitionSpec(*entries) for entries in inside)
     rows = PartitionSpec(*at.rows(output))
     _of(found, values).result = (layouts[-1], rows)
     assert isinstance(found.attention, dict)
-    why = _why(exchanged / gathered, possible=heads is not None, size=size)
-    module = module_of(name_stack(scores)) or at.program.path
     length = max(aval_of(query.operand).shape[d] for d in positions)
     arrays = [key.variable, value.variable, *([query.operand, output] if by_heads else ())]
     kinds = ("all-to-all", "all-to-all") if by_heads else ("all-gather", "reduce-scatter")
     parts = size if by_heads else 1
     sent = tuple((k, at.nbytes(v) / parts, not n) for v in arrays for n, k in enumerate(kinds))
-    query_layout, key_layout, value_layout, output_layout = layouts
     repeats = key.is_repeated or value.is_repeated
     of_key, of_value = (PartitionSpec(*at.rows(x.operand)) for x in (key, value))
     found.attention[output] = AttentionLayouts(
-        module=module,
+        module=module_of(name_stack(scores)) or at.program.path,
         length=length,
         by_heads=by_heads,
-        why=why,
-        query=query_layout,
-        key=key_layout,
-        value=value_layout,
-        output=output_layout,
+        why=_why(exchanged / gathered, possible=heads is not None, size=size),
+        inside=layouts,
         rows=rows,
         sent=sent,
         times=at.program.times,

@@ -22,7 +22,6 @@ from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.attention_parts import (
     Attend,
     AttentionPart,
-    band,
     cudnn_attention,
     cudnn_part,
     differentiable,
@@ -30,7 +29,7 @@ from meshwright.program.kernels.attention_parts import (
     xla_part,
 )
 from meshwright.program.kernels.context_attention import AttentionLayouts
-from meshwright.program.kernels.masks import Allowed
+from meshwright.program.kernels.masks import Allowed, band
 from meshwright.program.kernels.regions import NotReplaced, Region
 
 
