@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -137,7 +137,7 @@ def decide(
         ignored=of_model.ignored,
         kernels=kernels,
         search=search,
-        exchanges=replace(exchanges, attention={**exchanges.attention, **kernels.attention}),
+        exchanges=exchanges.with_kernels(kernels.attention),
     )
 
 

@@ -28,7 +28,7 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
-from meshwright.program.kernels.attention_operands import free_dims
+from meshwright.program.kernels.attention_operands import AttentionOperands, free_dims
 from meshwright.program.kernels.attention_products import (
     REPEATS,
     AttentionProducts,
@@ -36,7 +36,6 @@ from meshwright.program.kernels.attention_products import (
     score_products,
 )
 from meshwright.program.kernels.joined_attention import SharedRows
-from meshwright.program.kernels.masks import Allowed
 from meshwright.program.kernels.regions import Substitution, describe
 
 LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
@@ -57,8 +56,9 @@ class AttentionLayouts:
         sent: kinds of collectives, the bytes of the array that each exchanges of a microbatch, and
             whether it belongs to the forward pass.
         times: how often loops run it.
-        own_keys: the layouts of keys and values before they are exchanged; None where what they
-            repeat is.
+        own_keys: the layouts of keys and values before they are exchanged.
+        repeated: for keys and values, along which dim each entry is repeated, and how often.
+        repeats: first results of equations that repeat them.
         moved: the bytes of queries and results on the devices of a row.
         shared: how a kernel divides the work on rows; None if all scores are computed.
     """
@@ -71,8 +71,10 @@ class AttentionLayouts:
     rows: PartitionSpec
     sent: tuple[tuple[str, float, bool], ...]
     times: int
-    own_keys: tuple[PartitionSpec, PartitionSpec] | None = None
-    moved: tuple[float, float] = (0, 0)
+    own_keys: tuple[PartitionSpec, ...]
+    repeated: tuple[tuple[int, int], ...]
+    repeats: tuple[Var, ...]
+    moved: tuple[float, ...]
     shared: SharedRows | None = None
 
     @property
@@ -82,24 +84,27 @@ class AttentionLayouts:
         how = f"{how}, {self.why}"
         if self.shared is not None and self.shared.window is None:
             how += "; exchanges half of its queries, so that all devices have equal work"
-        elif self.shared is not None and self.own_keys is not None:
+        elif self.shared is not None:
             how = f"fetches {self.shared.halo:,} keys before its own, because of its window"
         return Substitution("attention", self.module, how)
 
-    def with_kernel(self, allowed: Allowed, size: int) -> AttentionLayouts:
+    def with_kernel(self, operands: AttentionOperands, size: int) -> AttentionLayouts:
         """Return the layouts for a kernel, which computes no scores that its mask hides."""
+        allowed, head = operands.allowed, operands.num_batch - 1
         shared = SharedRows(size, self.length, allowed.window)
-        if self.by_heads or not allowed.causal or allowed.documents or not shared.is_possible:
+        of_keys = zip(self.repeated, (operands.key_dims, operands.value_dims), strict=True)
+        of_heads = all(dim in (-1, dims[head] if head else -1) for (dim, _), dims in of_keys)
+        counts = {count for _, count in self.repeated}
+        fits = of_heads and len(counts) == 1 and 0 not in counts and shared.is_possible
+        if self.by_heads or not fits or not allowed.causal or allowed.documents:
             return self
-        permuted: list[tuple[str, float, bool]] = []
+        permute, both = "collective-permute", (True, False)
         if shared.window is None:
-            both = [n / 2 / size for n in self.moved]
-            permuted = [("collective-permute", n, ahead) for n in both for ahead in (True, False)]
-        elif self.own_keys is not None:
-            part = shared.halo / self.length
-            permuted = [("collective-permute", part * n, ahead) for _, n, ahead in self.sent]
-            return replace(self, shared=shared, sent=tuple(permuted))
-        return replace(self, shared=shared, sent=(*self.sent, *permuted))
+            queries = ((permute, n / 2 / size, ahead) for n in self.moved for ahead in both)
+            return replace(self, shared=shared, sent=(*self.sent, *queries))
+        halo = shared.halo / self.length
+        sent = tuple((permute, halo * nbytes, ahead) for _, nbytes, ahead in self.sent)
+        return replace(self, shared=shared, sent=sent)
 
 
 Layouts = tuple[PartitionSpec, ...]
@@ -134,6 +139,12 @@ class ContextExchanges:
     equations: Mapping[Var, Exchange] = field(default_factory=dict[Var, Exchange])
     attention: Mapping[Var, AttentionLayouts] = field(default_factory=dict[Var, AttentionLayouts])
     size: int = 1
+
+    def with_kernels(self, attention: Mapping[Var, AttentionLayouts]) -> ContextExchanges:
+        """Return what is exchanged if kernels compute some of the attention."""
+        read = {v for one in attention.values() if one.shared for v in one.repeats}
+        equations = {v: exchange for v, exchange in self.equations.items() if v not in read}
+        return replace(self, equations=equations, attention={**self.attention, **attention})
 
     def describe(self) -> list[str]:
         """Return how rows are divided, and how attention works, a sentence each."""
@@ -301,8 +312,6 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
     kinds = ("all-to-all", "all-to-all") if by_heads else ("all-gather", "reduce-scatter")
     parts = size if by_heads else 1
     sent = tuple((k, at.nbytes(v) / parts, not n) for v in arrays for n, k in enumerate(kinds))
-    repeats = key.is_repeated or value.is_repeated
-    of_key, of_value = (PartitionSpec(*at.rows(x.operand)) for x in (key, value))
     found.attention[output] = AttentionLayouts(
         module=module_of(name_stack(scores)) or at.program.path,
         length=length,
@@ -312,7 +321,9 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
         rows=rows,
         sent=sent,
         times=at.program.times,
-        own_keys=None if repeats else (of_key, of_value),
+        own_keys=tuple(PartitionSpec(*at.rows(x.operand)) for x in (key, value)),
+        repeated=tuple(_repeated(at, source) for source in (key, value)),
+        repeats=tuple(x.reader.outvars[0] for x in (key, value) if x.is_repeated),
         moved=(at.nbytes(query.operand), at.nbytes(output)),
     )
 
@@ -386,6 +397,16 @@ def _same_class(at: _Placing, source: _Source, dim: int) -> int | None:
     first = at.program.dims(source.operand)[dim][:1]
     dims = enumerate(at.program.dims(source.variable))
     return next((n for n, factors in dims if first and factors[:1] == first), None)
+
+
+def _repeated(at: _Placing, source: _Source) -> tuple[int, int]:
+    """Return along which dim an operand repeats each entry, and how often; 0 if otherwise."""
+    count = aval_of(source.operand).size // aval_of(source.variable).size
+    known = {factor.id for dim in at.program.dims(source.variable) for factor in dim}
+    dims = [[f.id in known for f in dim] for dim in at.program.dims(source.operand)]
+    more = [n for n, dim in enumerate(dims) if not all(dim)]
+    is_last = len(more) == 1 and all(dims[more[0]][:-1])
+    return (more[0], count) if count > 1 and is_last else (-1, int(count == 1))
 
 
 def _product(eqn: Equation, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:

@@ -187,7 +187,7 @@ class _Finder:
         else:
             self._check_rows(operands.query, placed.inside[0])
             layouts = _on_context(operands, placed)
-            placed = placed.with_kernel(operands.allowed, self.exchanges.size)
+            placed = placed.with_kernel(operands, self.exchanges.size)
         if any(spec is not None for spec in layouts):
             _check_layouts(operands, layouts)
         name = "cudnn" if self.kernels.choice == "auto" else "xla"

@@ -62,9 +62,8 @@ class AttentionKernel:
         own = exchange is not None and not exchange.by_heads
         if exchange is not None and exchange.shared is not None:
             part = partial(cudnn_part if by_cudnn else xla_part, scale=self.operands.scale)
-            own, keys = False, exchange.own_keys
-            attend = exchange.shared.attention(part, is_gathered=keys is None)
-            layouts[1:3] = layouts[1:3] if keys is None else keys
+            attend, own = exchange.shared.attention(part, exchange.repeated[0][1]), False
+            layouts[1:3] = exchange.own_keys
         run = partial(run_attention, self.operands, attend, own_rows=own)
         result = run_locally(run, inputs, layouts[:-1], layouts[-1], mesh)
         return [result if exchange is None else constrain(result, mesh.sharding(exchange.rows))]

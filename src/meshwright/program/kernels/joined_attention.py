@@ -8,6 +8,7 @@ a window, devices fetch the keys inside of it from those before them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,21 +79,21 @@ class SharedRows:
         """Whether rows can be divided like this, into chunks of an even length."""
         return self.length % (4 * self.size) == 0 and self.halo < self.length - self.own
 
-    def attention(self, part_of: PartOf, *, is_gathered: bool) -> Attend:
-        """Return attention for a device's own queries.
+    def attention(self, part_of: PartOf, group: int) -> Attend:
+        """Return attention for a device's own queries and keys.
 
         Args:
             part_of: attention to keys at some distance.
-            is_gathered: whether each device has all keys already, not only its own.
+            group: how often each head of keys is repeated.
         """
         attend = differentiable(self.join(part_of))
 
         def run(query: Any, key: Any, value: Any, mask: Any) -> Any:
+            # Devices may have some of the heads that are the same one.
+            step = math.gcd(group, key.shape[2])
+            key, value = (self._fetched(x[:, :, ::step]) for x in (key, value))
             if self.window is not None:
-                fetch = self._kept if is_gathered else self._fetched
-                return attend(query, fetch(key), fetch(value), mask)
-            if not is_gathered:
-                key, value = (lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (key, value))
+                return attend(query, key, value, mask)
             return self._mirrored(attend(self._mirrored(query), key, value, mask))
 
         return run
@@ -104,19 +105,15 @@ class SharedRows:
         return jnp.concatenate([kept, lax.ppermute(given, CONTEXT, pairs)], axis=1)
 
     def _fetched(self, keys: Any) -> Any:
-        """Return a device's keys after those that it fetches from the devices before it."""
+        """Return the keys of all devices; with a window, those of a device and before it."""
+        if self.window is None:
+            return lax.all_gather(keys, CONTEXT, axis=1, tiled=True)
         parts = [keys]
         for away in range(1, -(-self.halo // self.own) + 1):
             pairs = [(n, n + away) for n in range(self.size - away)]
             given = keys[:, max(0, away * self.own - self.halo) :]
             parts.insert(0, lax.ppermute(given, CONTEXT, pairs))
         return jnp.concatenate(parts, axis=1)
-
-    def _kept(self, keys: Any) -> Any:
-        """Return a device's keys after those before them, of all keys."""
-        padded = jnp.pad(keys, ((0, 0), (self.halo, 0), (0, 0), (0, 0)))
-        first = lax.axis_index(CONTEXT) * self.own
-        return lax.dynamic_slice_in_dim(padded, first, self.halo + self.own, axis=1)
 
     def _visit(self, part_of: PartOf, visit: Callable[[Any, _Read], Any], state: Any) -> Any:
         """Visit all that a device's queries attend to, one after the other."""
