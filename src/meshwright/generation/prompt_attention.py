@@ -10,8 +10,12 @@ import jax
 
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Value, Var
-from meshwright.program.kernels.attention_parts import cudnn_attention, xla_attention
-from meshwright.program.kernels.fused_attention import check_cudnn, run_attention
+from meshwright.program.kernels.fused_attention import (
+    check_cudnn,
+    cudnn_attention,
+    run_attention,
+    xla_attention,
+)
 from meshwright.program.kernels.match_attention import match_attention, softmaxes
 from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.surroundings import Scope

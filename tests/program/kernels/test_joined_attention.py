@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from meshwright.program.kernels.attention_parts import cudnn_part, xla_attention, xla_part
+from meshwright.program.kernels.fused_attention import cudnn_part, xla_attention, xla_part
 from meshwright.program.kernels.joined_attention import SharedRows
 from meshwright.program.kernels.masks import Allowed
 from meshwright.runtime.jax_internals import attention_on

@@ -98,12 +98,11 @@ class AttentionLayouts:
         fits = of_heads and len(counts) == 1 and 0 not in counts and shared.is_possible
         if self.by_heads or not fits or not allowed.causal or allowed.documents:
             return self
-        permute, both = "collective-permute", (True, False)
-        if shared.window is None:
-            queries = ((permute, n / 2 / size, ahead) for n in self.moved for ahead in both)
-            return replace(self, shared=shared, sent=(*self.sent, *queries))
-        halo = shared.halo / self.length
-        sent = tuple((permute, halo * nbytes, ahead) for _, nbytes, ahead in self.sent)
+        moved = [(n / 2 / size, ahead) for n in self.moved for ahead in (True, False)]
+        if shared.window is not None:
+            moved = [(n * shared.halo / self.length, ahead) for _, n, ahead in self.sent]
+        kept = self.sent if shared.window is None else ()
+        sent = (*kept, *(("collective-permute", *one) for one in moved))
         return replace(self, shared=shared, sent=sent)
 
 
@@ -229,23 +228,15 @@ class _Source(NamedTuple):
 
     Attributes:
         product: the product, and which operand it is.
+        operand: the operand.
         variable: the array, as large or smaller.
-        reader: the equation that repeats it; else the product.
-        side: which operand of the reader it is.
+        reader: the equation that repeats it, or the product, and which operand of that it is.
     """
 
     product: tuple[Equation, int]
+    operand: Var
     variable: Var
-    reader: Equation
-    side: int
-
-    @property
-    def operand(self) -> Var:
-        """What the product reads."""
-        eqn, side = self.product
-        atom = eqn.invars[side]
-        assert isinstance(atom, Var)
-        return atom
+    reader: tuple[Equation, int]
 
     @property
     def is_repeated(self) -> bool:
@@ -253,30 +244,25 @@ class _Source(NamedTuple):
         return self.variable is not self.operand
 
 
-def _source(program: ProgramDims, eqn: Equation, side: int) -> _Source:
+def _source(program: ProgramDims, eqn: Equation, side: int, *, follow: bool = True) -> _Source:
     """Return the smallest array that an operand only repeats, as heads that share keys do."""
     makers = {v: e for e in program.jaxpr.eqns for v in e.outvars}
-    best = _operand(eqn, side)
-    variable = best.variable
+    variable = eqn.invars[side]
+    assert isinstance(variable, Var)
+    best = _Source((eqn, side), variable, variable, (eqn, side))
     while (maker := makers.get(variable)) and maker.primitive.name in REPEATS:
-        if not isinstance(maker.invars[0], Var):
+        if not follow or not isinstance(maker.invars[0], Var):
             break
         variable = maker.invars[0]
         if aval_of(variable).size < aval_of(best.variable).size:
-            best = _Source((eqn, side), variable, maker, 0)
+            best = best._replace(variable=variable, reader=(maker, 0))
     return best
-
-
-def _operand(eqn: Equation, side: int) -> _Source:
-    variable = eqn.invars[side]
-    assert isinstance(variable, Var)
-    return _Source((eqn, side), variable, eqn, side)
 
 
 def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) -> None:
     """Add what an attention exchanges."""
     scores, values = attention.scores, attention.values
-    query = _operand(scores, 1 - attention.key_side)
+    query = _source(at.program, scores, 1 - attention.key_side, follow=False)
     key = _source(at.program, scores, attention.key_side)
     value = _source(at.program, values, 1 - attention.weights_side)
     output, size = values.outvars[0], at.sizes[CONTEXT]
@@ -323,7 +309,7 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
         times=at.program.times,
         own_keys=tuple(PartitionSpec(*at.rows(x.operand)) for x in (key, value)),
         repeated=tuple(_repeated(at, source) for source in (key, value)),
-        repeats=tuple(x.reader.outvars[0] for x in (key, value) if x.is_repeated),
+        repeats=tuple(x.reader[0].outvars[0] for x in (key, value) if x.is_repeated),
         moved=(at.nbytes(query.operand), at.nbytes(output)),
     )
 
@@ -357,10 +343,11 @@ def _exchange(
     inside = at.by_head(source.operand, head[0]) if head else whole(source.operand)
     ahead = at.by_head(variable, head[1]) if head else whole(variable)
     steps = (PartitionSpec(*at.rows(variable)), PartitionSpec(*ahead))
-    _of(found, source.reader).operands[source.side] = steps
+    reader, place = source.reader
+    _of(found, reader).operands[place] = steps
     if head is None and source.is_repeated:
         # Gradients of keys are sums over queries: reduced once, before those of heads are added.
-        _of(found, source.reader).gradients[source.side] = steps[:1]
+        _of(found, reader).gradients[place] = steps[:1]
         product, side = source.product
         whole_then_rows = PartitionSpec(*inside), PartitionSpec(*at.rows(source.operand))
         _of(found, product).operands[side] = whole_then_rows[:1]

@@ -11,18 +11,65 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.mesh.axes import CONTEXT
-from meshwright.program.kernels.attention_parts import NEVER, Attend, AttentionPart, differentiable
 from meshwright.program.kernels.masks import Allowed, band
 
-PartOf = Callable[[Allowed], AttentionPart]
 _OVERHEAD = 128
 """How many keys could be read in the time that another chunk of them costs."""
+Attend = Callable[..., Any]
+"""(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C].
+
+A mask says all that queries may attend to.
+"""
+
+ATTENDED = "attended"
+"""The name of what attention saves for its gradient besides its operands."""
+NEVER = -1e30
+"""The score of a hidden key: its weight is zero, unless all keys of a part are hidden."""
+
+
+class AttentionPart(NamedTuple):
+    """Attention to some of the keys.
+
+    Attributes:
+        forward: from query, key, value and mask to the result and the logarithm [B, H, T] of the
+            sum of exponentials that it is divided by.
+        gradients: from the same operands, the result and the logarithm for all keys, and the
+            gradient of that result, to the gradients of query, key and value.
+    """
+
+    forward: Callable[..., tuple[Any, Any]]
+    gradients: Callable[..., tuple[Any, Any, Any]]
+
+
+def differentiable(part: AttentionPart) -> Attend:
+    """Return attention whose gradient is that of a part, which has all keys."""
+
+    @jax.custom_vjp
+    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return part.forward(query, key, value, mask)[0]
+
+    def forward(*operands: Any) -> Any:
+        out, total = (checkpoint_name(result, ATTENDED) for result in part.forward(*operands))
+        return out, (*operands, out, total)
+
+    def backward(saved: Any, cotangent: Any) -> Any:
+        gradients = part.gradients(*saved, cotangent)
+        return (*(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=False)), None)
+
+    attend.defvjp(forward, backward)
+    return attend
+
+
+PartOf = Callable[[Allowed], AttentionPart]
 
 
 class _Read(NamedTuple):
@@ -37,6 +84,16 @@ class _Read(NamedTuple):
     count: int = 1
     mask: Any = None
     exists: Any = True
+
+    def take(self, first: Any, *arrays: Any) -> list[Any]:
+        """Return chunks of arrays, as samples."""
+        taken = [lax.dynamic_slice_in_dim(x, first, self.count, axis=1) for x in arrays]
+        return [x.reshape(-1, *x.shape[2:]) for x in taken]
+
+    def where_exists(self, total: Any, other: float) -> Any:
+        """Return a number for each query, or another one where its keys do not exist."""
+        by_chunk = total.reshape(-1, self.count, *total.shape[1:])
+        return jnp.where(self.exists, by_chunk, other).reshape(total.shape)
 
 
 @dataclass(frozen=True)
@@ -53,39 +110,33 @@ class SharedRows:
     length: int
     window: int | None
 
-    @property
-    def own(self) -> int:
-        """The positions of a device."""
+    @cached_property
+    def _own(self) -> int:
         return self.length // self.size
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """The positions of a chunk."""
         if self.window is None:
-            return self.own // 2
-        sizes = [n for n in range(2, self.own + 1, 2) if self.own % n == 0]
-        return min(sizes, key=lambda n: (self._before(n) + n) * (1 + _OVERHEAD / n))
+            return self._own // 2
+        sizes = [n for n in range(2, self._own + 1, 2) if self._own % n == 0]
+        return min(sizes, key=lambda n: (self._halo(n) + n) * (1 + _OVERHEAD / n))
 
-    def _before(self, chunk: int) -> int:
-        return 0 if self.window is None else -(-(self.window - 1) // chunk) * chunk
+    def _halo(self, chunk: int) -> int:
+        return -(-((self.window or 1) - 1) // chunk) * chunk
 
     @property
     def halo(self) -> int:
         """How many keys before its own a device fetches, if there is a window."""
-        return self._before(self.chunk)
+        return self._halo(self.chunk)
 
     @property
     def is_possible(self) -> bool:
         """Whether rows can be divided like this, into chunks of an even length."""
-        return self.length % (4 * self.size) == 0 and self.halo < self.length - self.own
+        return self.length % (4 * self.size) == 0 and self.halo < self.length - self._own
 
     def attention(self, part_of: PartOf, group: int) -> Attend:
-        """Return attention for a device's own queries and keys.
-
-        Args:
-            part_of: attention to keys at some distance.
-            group: how often each head of keys is repeated.
-        """
+        """Return attention for a device's own queries and keys, whose heads repeat in groups."""
         attend = differentiable(self.join(part_of))
 
         def run(query: Any, key: Any, value: Any, mask: Any) -> Any:
@@ -109,9 +160,9 @@ class SharedRows:
         if self.window is None:
             return lax.all_gather(keys, CONTEXT, axis=1, tiled=True)
         parts = [keys]
-        for away in range(1, -(-self.halo // self.own) + 1):
+        for away in range(1, -(-self.halo // self._own) + 1):
             pairs = [(n, n + away) for n in range(self.size - away)]
-            given = keys[:, max(0, away * self.own - self.halo) :]
+            given = keys[:, max(0, away * self._own - self.halo) :]
             parts.insert(0, lax.ppermute(given, CONTEXT, pairs))
         return jnp.concatenate(parts, axis=1)
 
@@ -128,7 +179,7 @@ class SharedRows:
 
             state = visit(visit(state, _Read(own, 0, first)), _Read(own, 1, second))
             return lax.fori_loop(0, 2 * self.size - 1, earlier, state)
-        count, before = self.own // chunk, self.halo // chunk
+        count, before = self._own // chunk, self.halo // chunk
         state = visit(state, _Read(own, 0, before, count))
         for away in range(1, before + 1):
             near = band(Allowed(window=self.window), (chunk, chunk), away * chunk)[None, None]
@@ -140,23 +191,16 @@ class SharedRows:
     def join(self, part_of: PartOf) -> AttentionPart:
         """Return attention to all that a device's queries attend to, chunk by chunk."""
 
-        def chunks(*arrays: Any) -> list[Any]:
-            return [x.reshape(x.shape[0], -1, self.chunk, *x.shape[2:]) for x in arrays]
-
-        def known(total: Any, read: _Read, other: float) -> Any:
-            by_chunk = total.reshape(-1, read.count, *total.shape[1:])
-            return jnp.where(read.exists, by_chunk, other).reshape(total.shape)
-
         def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
             shape = (*query.shape[:3], value.shape[3])
-            query, key, value = chunks(query, key, value)
+            query, key, value = (self._chunks(x) for x in (query, key, value))
             wide = jnp.promote_types(query.dtype, jnp.float32)
 
             def visit(state: Any, read: _Read) -> Any:
-                out, before = _take(read.query, read, *state)
-                keys = _take(read.key, read, key, value)
-                found, total = read.part.forward(*_take(read.query, read, query), *keys, read.mask)
-                total = known(total, read, NEVER)
+                own, out, before = read.take(read.query, query, *state)
+                keys = read.take(read.key, key, value)
+                found, total = read.part.forward(own, *keys, read.mask)
+                total = read.where_exists(total, NEVER)
                 after = jnp.logaddexp(before, total)
                 shares = [jnp.exp(x - after).swapaxes(1, 2)[..., None] for x in (before, total)]
                 out = out * shares[0] + found * shares[1]
@@ -168,18 +212,17 @@ class SharedRows:
             return out.astype(query.dtype).reshape(shape), total
 
         def gradients(*saved: Any) -> Any:
-            query, key, value, _, out, total, cotangent = saved
-            query, key, value, out, cotangent = chunks(query, key, value, out, cotangent)
+            query, key, value, out, cotangent = (self._chunks(saved[n]) for n in (0, 1, 2, 4, 6))
+            total = saved[5]
 
             def visit(state: Any, read: _Read) -> Any:
-                own, *results = _take(read.query, read, query, out, total, cotangent)
-                results[1] = known(results[1], read, -NEVER)
-                keys = _take(read.key, read, key, value)
-                found = read.part.gradients(own, *keys, read.mask, *results)
+                own, *known = read.take(read.query, query, out, total, cotangent)
+                known[1] = read.where_exists(known[1], -NEVER)
+                keys = read.take(read.key, key, value)
+                found = read.part.gradients(own, *keys, read.mask, *known)
                 places = read.query, read.key, read.key
-                before = [_take(n, read, x)[0] for n, x in zip(places, state, strict=True)]
-                added = [x + y for x, y in zip(before, found, strict=True)]
-                return [_put(*one) for one in zip(places, state, added, strict=True)]
+                each = zip(places, state, found, strict=True)
+                return [_put(n, x, read.take(n, x)[0] + more) for n, x, more in each]
 
             sums = [jnp.zeros(x.shape, total.dtype) for x in (query, key, value)]
             sums = self._visit(part_of, visit, sums)
@@ -187,11 +230,8 @@ class SharedRows:
 
         return AttentionPart(forward, gradients)
 
-
-def _take(first: Any, read: _Read, *arrays: Any) -> list[Any]:
-    """Return some chunks of arrays, as samples."""
-    taken = [lax.dynamic_slice_in_dim(x, first, read.count, axis=1) for x in arrays]
-    return [x.reshape(-1, *x.shape[2:]) for x in taken]
+    def _chunks(self, array: Any) -> Any:
+        return array.reshape(array.shape[0], -1, self.chunk, *array.shape[2:])
 
 
 def _put(first: Any, array: Any, chunks: Any) -> Any:

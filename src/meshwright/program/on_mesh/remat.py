@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.program.evaluate.weight_uses import GATHERED
-from meshwright.program.kernels.attention_parts import ATTENDED
+from meshwright.program.kernels.joined_attention import ATTENDED
 
 
 @dataclass(frozen=True)
