@@ -43,7 +43,7 @@ def with_gradients(attend, *arrays):
 def test_joined_attention_has_the_numbers_of_one_device(window, group):
     draw = np.random.default_rng(0).normal
     query, key, value = (draw(size=(2, 32, heads, 4)) for heads in (4, 2, 2))
-    rows = SharedRows(4, 32, window)
+    rows = SharedRows(4, 8, window)
     with jax.enable_x64(True):
         alone = xla_attention(Allowed(0, window), SCALE)
         expected = with_gradients(lambda *arrays: alone(*arrays, None), query, key, value)
@@ -54,7 +54,7 @@ def test_joined_attention_has_the_numbers_of_one_device(window, group):
 
 @pytest.mark.parametrize("window", [None, 200])
 def test_all_devices_have_equal_work_and_gpus_run_it_by_cudnn(window):
-    rows = SharedRows(4, 1024, window)
+    rows = SharedRows(4, 256, window)
     attend = on_devices(rows, cudnn_part)
     shapes = [jax.ShapeDtypeStruct((1, 1024, heads, 64), jnp.bfloat16) for heads in (4, 1, 1)]
     with attention_on("9.0", (9, 10)):

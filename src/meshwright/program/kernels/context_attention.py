@@ -57,8 +57,8 @@ class AttentionLayouts:
             whether it belongs to the forward pass.
         times: how often loops run it.
         own_keys: the layouts of keys and values before they are exchanged.
-        repeated: for keys and values, along which dim each entry is repeated, and how often.
-        repeats: first results of equations that repeat them.
+        repeated: for keys and values, along which dim each entry is repeated, how often, and the
+            first result of the equation that reads them before.
         moved: the bytes of queries and results on the devices of a row.
         shared: how a kernel divides the work on rows; None if all scores are computed.
     """
@@ -72,8 +72,7 @@ class AttentionLayouts:
     sent: tuple[tuple[str, float, bool], ...]
     times: int
     own_keys: tuple[PartitionSpec, ...]
-    repeated: tuple[tuple[int, int], ...]
-    repeats: tuple[Var, ...]
+    repeated: tuple[tuple[int, int, Var], ...]
     moved: tuple[float, ...]
     shared: SharedRows | None = None
 
@@ -91,12 +90,14 @@ class AttentionLayouts:
     def with_kernel(self, operands: AttentionOperands, size: int) -> AttentionLayouts:
         """Return the layouts for a kernel, which computes no scores that its mask hides."""
         allowed, head = operands.allowed, operands.num_batch - 1
-        shared = SharedRows(size, self.length, allowed.window)
+        shared = SharedRows(size, self.length // size, allowed.window)
         of_keys = zip(self.repeated, (operands.key_dims, operands.value_dims), strict=True)
-        of_heads = all(dim in (-1, dims[head] if head else -1) for (dim, _), dims in of_keys)
-        counts = {count for _, count in self.repeated}
-        fits = of_heads and len(counts) == 1 and 0 not in counts and shared.is_possible
+        of_heads = all(dim in (-1, dims[head] if head else -1) for (dim, *_), dims in of_keys)
+        counts = {count for _, count, _ in self.repeated}
+        fits = of_heads and len(counts) == 1 and 0 not in counts and self.length % (4 * size) == 0
         if self.by_heads or not fits or not allowed.causal or allowed.documents:
+            return self
+        if shared.halo >= self.length - shared.own:
             return self
         moved = [(n / 2 / size, ahead) for n in self.moved for ahead in (True, False)]
         if shared.window is not None:
@@ -141,7 +142,7 @@ class ContextExchanges:
 
     def with_kernels(self, attention: Mapping[Var, AttentionLayouts]) -> ContextExchanges:
         """Return what is exchanged if kernels compute some of the attention."""
-        read = {v for one in attention.values() if one.shared for v in one.repeats}
+        read = {v for one in attention.values() if one.shared for *_, v in one.repeated}
         equations = {v: exchange for v, exchange in self.equations.items() if v not in read}
         return replace(self, equations=equations, attention={**self.attention, **attention})
 
@@ -309,7 +310,6 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
         times=at.program.times,
         own_keys=tuple(PartitionSpec(*at.rows(x.operand)) for x in (key, value)),
         repeated=tuple(_repeated(at, source) for source in (key, value)),
-        repeats=tuple(x.reader[0].outvars[0] for x in (key, value) if x.is_repeated),
         moved=(at.nbytes(query.operand), at.nbytes(output)),
     )
 
@@ -386,14 +386,14 @@ def _same_class(at: _Placing, source: _Source, dim: int) -> int | None:
     return next((n for n, factors in dims if first and factors[:1] == first), None)
 
 
-def _repeated(at: _Placing, source: _Source) -> tuple[int, int]:
-    """Return along which dim an operand repeats each entry, and how often; 0 if otherwise."""
+def _repeated(at: _Placing, source: _Source) -> tuple[int, int, Var]:
+    """Return along which dim an operand repeats entries, how often (0 if otherwise), and where."""
     count = aval_of(source.operand).size // aval_of(source.variable).size
     known = {factor.id for dim in at.program.dims(source.variable) for factor in dim}
     dims = [[f.id in known for f in dim] for dim in at.program.dims(source.operand)]
     more = [n for n, dim in enumerate(dims) if not all(dim)]
-    is_last = len(more) == 1 and all(dims[more[0]][:-1])
-    return (more[0], count) if count > 1 and is_last else (-1, int(count == 1))
+    is_last = count > 1 and len(more) == 1 and all(dims[more[0]][:-1])
+    return (*((more[0], count) if is_last else (-1, int(count == 1))), source.reader[0].outvars[0])
 
 
 def _product(eqn: Equation, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:

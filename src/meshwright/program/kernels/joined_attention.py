@@ -73,10 +73,7 @@ PartOf = Callable[[Allowed], AttentionPart]
 
 
 class _Read(NamedTuple):
-    """As many chunks of queries as of keys, from a first one on, each of which attends to its own.
-
-    ``exists`` says which of these keys are positions of the row.
-    """
+    """Chunks of queries from one on, and as many of keys, of which some may not exist."""
 
     part: AttentionPart
     query: Any
@@ -102,24 +99,20 @@ class SharedRows:
 
     Attributes:
         size: the number of devices of a row.
-        length: the positions of a row.
+        own: the positions of a device, divisible by 4.
         window: how many keys a query attends to; None for all before it.
     """
 
     size: int
-    length: int
+    own: int
     window: int | None
-
-    @cached_property
-    def _own(self) -> int:
-        return self.length // self.size
 
     @cached_property
     def chunk(self) -> int:
         """The positions of a chunk."""
         if self.window is None:
-            return self._own // 2
-        sizes = [n for n in range(2, self._own + 1, 2) if self._own % n == 0]
+            return self.own // 2
+        sizes = [n for n in range(2, self.own + 1, 2) if self.own % n == 0]
         return min(sizes, key=lambda n: (self._halo(n) + n) * (1 + _OVERHEAD / n))
 
     def _halo(self, chunk: int) -> int:
@@ -129,11 +122,6 @@ class SharedRows:
     def halo(self) -> int:
         """How many keys before its own a device fetches, if there is a window."""
         return self._halo(self.chunk)
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether rows can be divided like this, into chunks of an even length."""
-        return self.length % (4 * self.size) == 0 and self.halo < self.length - self._own
 
     def attention(self, part_of: PartOf, group: int) -> Attend:
         """Return attention for a device's own queries and keys, whose heads repeat in groups."""
@@ -160,9 +148,9 @@ class SharedRows:
         if self.window is None:
             return lax.all_gather(keys, CONTEXT, axis=1, tiled=True)
         parts = [keys]
-        for away in range(1, -(-self.halo // self._own) + 1):
+        for away in range(1, -(-self.halo // self.own) + 1):
             pairs = [(n, n + away) for n in range(self.size - away)]
-            given = keys[:, max(0, away * self._own - self.halo) :]
+            given = keys[:, max(0, away * self.own - self.halo) :]
             parts.insert(0, lax.ppermute(given, CONTEXT, pairs))
         return jnp.concatenate(parts, axis=1)
 
@@ -179,7 +167,7 @@ class SharedRows:
 
             state = visit(visit(state, _Read(own, 0, first)), _Read(own, 1, second))
             return lax.fori_loop(0, 2 * self.size - 1, earlier, state)
-        count, before = self._own // chunk, self.halo // chunk
+        count, before = self.own // chunk, self.halo // chunk
         state = visit(state, _Read(own, 0, before, count))
         for away in range(1, before + 1):
             near = band(Allowed(window=self.window), (chunk, chunk), away * chunk)[None, None]
