@@ -393,7 +393,8 @@ def _repeated(at: _Placing, source: _Source) -> tuple[int, int, Var]:
     dims = [[f.id in known for f in dim] for dim in at.program.dims(source.operand)]
     more = [n for n, dim in enumerate(dims) if not all(dim)]
     is_last = count > 1 and len(more) == 1 and all(dims[more[0]][:-1])
-    return (*((more[0], count) if is_last else (-1, int(count == 1))), source.reader[0].outvars[0])
+    dim, times = (more[0], count) if is_last else (-1, int(count == 1))
+    return dim, times, source.reader[0].outvars[0]
 
 
 def _product(eqn: Equation, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:

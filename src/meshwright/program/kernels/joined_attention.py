@@ -78,18 +78,18 @@ class _Read(NamedTuple):
     part: AttentionPart
     query: Any
     key: Any
-    count: int = 1
+    number: int = 1
     mask: Any = None
     exists: Any = True
 
     def take(self, first: Any, *arrays: Any) -> list[Any]:
         """Return chunks of arrays, as samples."""
-        taken = [lax.dynamic_slice_in_dim(x, first, self.count, axis=1) for x in arrays]
+        taken = [lax.dynamic_slice_in_dim(x, first, self.number, axis=1) for x in arrays]
         return [x.reshape(-1, *x.shape[2:]) for x in taken]
 
     def where_exists(self, total: Any, other: float) -> Any:
         """Return a number for each query, or another one where its keys do not exist."""
-        by_chunk = total.reshape(-1, self.count, *total.shape[1:])
+        by_chunk = total.reshape(-1, self.number, *total.shape[1:])
         return jnp.where(self.exists, by_chunk, other).reshape(total.shape)
 
 
