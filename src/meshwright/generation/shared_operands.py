@@ -22,6 +22,7 @@ from meshwright.program.jaxpr.equations import (
     bind,
     structs_of,
 )
+from meshwright.program.kernels.attention_operands import free_dims
 
 _OF_WEIGHTS = REARRANGES - {"broadcast_in_dim", "dynamic_slice"} | {"convert_element_type"}
 """Operations after which a weight is still one."""
@@ -82,11 +83,11 @@ class _Joined:
     def _all(self, eqn: Equation, env: Environment) -> list[Value]:
         env.evaluator.extend(env.values, self._ahead)
         weights = [env.value(own.invars[self._side]) for own in self._eqns]
-        free = _free(eqn, self._side)[0]
+        free = free_dims(eqn, self._side)[0]
         operands = env.operands(eqn)
         operands[self._side] = jnp.concatenate(weights, axis=free)
         (product,) = bind(eqn, operands)
-        dim = len(_free(eqn, 0)) if self._side else 0
+        dim = len(free_dims(eqn, 0)) if self._side else 0
         return [*jax.lax.split(product, [w.shape[free] for w in weights], axis=dim)]
 
 
@@ -106,7 +107,7 @@ def _groups(
                 continue
             if given not in of_tokens or not _is_weight(weight, jaxpr.invars[:joinable], makers):
                 continue
-            free = _free(eqn, side)
+            free = free_dims(eqn, side)
             shape = list(aval_of(weight).shape)
             if free:
                 shape[free[0]] = -1
@@ -121,13 +122,6 @@ def _is_weight(atom: Atom, weights: Sequence[Var], makers: Mapping[Var, Equation
             return False
         atom = makers[atom].invars[0]
     return atom in weights
-
-
-def _free(eqn: Equation, side: int) -> list[int]:
-    """Return the dims of an operand that are neither summed nor those of a batch."""
-    sums, batch = eqn.params["dimension_numbers"]
-    used = (*sums[side], *batch[side])
-    return [d for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]
 
 
 def _unrepeat(
@@ -159,7 +153,7 @@ def _grouped(eqn: Equation, env: Environment, side: int, value: Value, dim: int)
     params = {**eqn.params, "dimension_numbers": tuple(pairs)}
     (product,) = bind(eqn.replace(params=params), [given.reshape(sizes), value])
     # The dim of the group is among those of the other operand; it belongs after that of the heads.
-    count, own = len(batch[side]), [*moved(_free(eqn, other)), split + 1]
+    count, own = len(batch[side]), [*moved(free_dims(eqn, other)), split + 1]
     product = jnp.moveaxis(product, count + sorted(own).index(split + 1), place + 1)
     shape = product.shape
     product = product.reshape(*shape[:place], -1, *shape[place + 2 :])

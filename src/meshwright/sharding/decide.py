@@ -119,6 +119,7 @@ def decide(
     if not axes and tensor.size == 1 == context:
         layout = unsharded
     exchanges = find_exchanges(classes, layout, sizes)
+    kernels = find_kernels(traced, classes, layout, search, exchanges) if search else NO_KERNELS
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
         at_rest=sharded if sharding.zero == 3 else tensor_only,
@@ -134,9 +135,9 @@ def decide(
         classes=classes,
         tensor=tensor,
         ignored=of_model.ignored,
-        kernels=find_kernels(traced, classes, layout, search, exchanges) if search else NO_KERNELS,
+        kernels=kernels,
         search=search,
-        exchanges=exchanges,
+        exchanges=exchanges.with_kernels(kernels.attention),
     )
 
 

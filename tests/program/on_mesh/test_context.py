@@ -122,6 +122,7 @@ CASES = {
     "one sample": (llama(kv_heads=4), TASK.loss, tokens()),
     "odd rows": (llama(), shifted, tokens()),
     "window and soft cap": (written(window=5, cap=3.0), TASK.loss, tokens()),
+    "window": (written(window=5), TASK.loss, tokens()),
     "repeated keys": (written(kv_heads=2), TASK.loss, tokens()),
     "gpt": (builder("gpt"), *task_batch("gpt", samples=4)),
     "vit": (builder("vit"), *task_batch("vit", samples=4)),
@@ -191,14 +192,24 @@ def test_decoders_as_users_write_them_have_the_numbers_of_one_device_or_are_refu
         assembled(build, TASK.loss, tokens(), "none", mesh="data=2,context=4")
 
 
+def excess(build, batch, mesh, kernels, remat="none"):
+    """Return by how much axes exceed their minimum, if it is more than 5%."""
+    sharding = mw.ShardingConfig(remat=remat, min_shard_size=0)
+    step = assembled(build, TASK.loss, batch, kernels, mesh=mesh, wide=False, sharding=sharding)
+    axes = make_ledger(step, batch).axes.items()
+    return {name: axis.ratio for name, axis in axes if axis.ratio > 1.05}
+
+
+SIZES = {"context_length": 64, "num_blocks": 2, "vocab_size": VOCABULARY, "tied_embeddings": False}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("mesh", ["context=4", "data=2,context=4", "fsdp=2,context=2,tensor=2"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_no_axis_sends_more_than_the_minimum(kv_heads, mesh, remat):
     batch = tokens(8, 64)
-    sizes = {"context_length": 64, "num_blocks": 2, "vocab_size": VOCABULARY}
-    build = llama(kv_heads, **sizes, tied_embeddings=False)
+    build = llama(kv_heads, **SIZES)
     sharding = mw.ShardingConfig(remat=remat, min_shard_size=0)
 
     def ledger(mesh):
@@ -210,6 +221,21 @@ def test_no_axis_sends_more_than_the_minimum(kv_heads, mesh, remat):
     if tensor := remat == "full" and above.pop("tensor", None):
         assert tensor == ledger(mesh.replace("context", "data"))["tensor"]
     assert above == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("mesh", ["data=2,context=4", "fsdp=2,context=4"])
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_kernels_send_no_more_than_the_minimum(kv_heads, mesh, remat):
+    assert excess(llama(kv_heads, **SIZES), tokens(8, 64), mesh, "xla", remat) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kv_heads", "window"), [(1, None), (2, None), (1, 5), (4, 20)])
+def test_kernels_send_keys_once_for_all_heads_that_share_them(kv_heads, window):
+    build = written(kv_heads=kv_heads, window=window)
+    assert excess(build, tokens(8, 64), "context=8", "xla") == {}
 
 
 @pytest.mark.full
@@ -229,8 +255,8 @@ def test_a_run_goes_on_without_the_axis_and_on_another_one(tmp_path):
     assert resumed == pytest.approx(fit("data=8", 4, "alone"), rel=1e-5)
 
 
-def ways(build, batch, mesh):
-    step = assembled(build, TASK.loss, batch, "none", mesh=mesh)
+def ways(build, batch, mesh, kernels="none"):
+    step = assembled(build, TASK.loss, batch, kernels, mesh=mesh)
     return step.decision.exchanges.describe()
 
 
@@ -247,6 +273,18 @@ def test_attention_exchanges_what_sends_less(kv_heads, mesh, way):
     rows, attention = ways(llama(kv_heads), tokens(), mesh)
     assert rows == f"rows of 16 positions: {16 // int(mesh[-1])} on each device"
     assert attention.startswith(f"attention in blocks.*.attention: {way}")
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        ({}, "; exchanges half of its queries, so that all devices have equal work"),
+        ({"window": 5}, ": fetches 4 keys before its own, because of its window"),
+        ({"cap": 3.0}, "because context=4 does not divide its heads of keys"),
+    ],
+)
+def test_kernels_read_only_keys_that_their_mask_shows(options, way):
+    assert ways(written(**options), tokens(), "context=4", kernels="xla")[1].endswith(way)
 
 
 REFUSED = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -28,13 +28,14 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
-from meshwright.program.kernels.attention_operands import free_dims
+from meshwright.program.kernels.attention_operands import AttentionOperands, free_dims
 from meshwright.program.kernels.attention_products import (
     REPEATS,
     AttentionProducts,
     follow_scores,
     score_products,
 )
+from meshwright.program.kernels.joined_attention import SharedRows
 from meshwright.program.kernels.regions import Substitution, describe
 from meshwright.text.units import counted
 
@@ -51,33 +52,60 @@ class AttentionLayouts:
         length: the positions of a row.
         by_heads: whether positions are exchanged for heads; else keys and values are gathered.
         why: how much less it sends than the other way, or why there is none.
-        query: the layout of its queries.
-        key: that of its keys.
-        value: that of its values.
-        output: that of its result.
+        inside: the layouts of its queries, keys, values and result.
         rows: that of its result once positions are sharded again.
         sent: kinds of collectives, the bytes of the array that each exchanges of a microbatch, and
             whether it belongs to the forward pass.
         times: how often loops run it.
+        own_keys: the layouts of keys and values before they are exchanged.
+        repeated: for keys and values, along which dim each entry is repeated, how often, and the
+            first result of the equation that reads them before.
+        moved: the bytes of queries and results on the devices of a row.
+        shared: how a kernel divides the work on rows; None if all scores are computed.
     """
 
     module: str
     length: int
     by_heads: bool
     why: str
-    query: PartitionSpec
-    key: PartitionSpec
-    value: PartitionSpec
-    output: PartitionSpec
+    inside: tuple[PartitionSpec, ...]
     rows: PartitionSpec
     sent: tuple[tuple[str, float, bool], ...]
     times: int
+    own_keys: tuple[PartitionSpec, ...]
+    repeated: tuple[tuple[int, int, Var], ...]
+    moved: tuple[float, ...]
+    shared: SharedRows | None = None
 
     @property
     def use(self) -> Substitution:
         """How it is evaluated, in words."""
         how = "exchanges positions for heads" if self.by_heads else "gathers keys and values"
-        return Substitution("attention", self.module, f"{how}, {self.why}")
+        how = f"{how}, {self.why}"
+        if self.shared is not None and self.shared.window is None:
+            how += "; exchanges half of its queries, so that all devices have equal work"
+        elif self.shared is not None:
+            how = f"fetches {self.shared.halo:,} keys before its own, because of its window"
+        return Substitution("attention", self.module, how)
+
+    def with_kernel(self, operands: AttentionOperands, size: int) -> AttentionLayouts:
+        """Return the layouts for a kernel, which computes no scores that its mask hides."""
+        allowed, head = operands.allowed, operands.num_batch - 1
+        shared = SharedRows(size, self.length // size, allowed.window)
+        of_keys = zip(self.repeated, (operands.key_dims, operands.value_dims), strict=True)
+        of_heads = all(dim in (-1, dims[head] if head else -1) for (dim, *_), dims in of_keys)
+        counts = {count for _, count, _ in self.repeated}
+        fits = of_heads and len(counts) == 1 and 0 not in counts and self.length % (4 * size) == 0
+        if self.by_heads or not fits or not allowed.causal or allowed.documents:
+            return self
+        if shared.halo >= self.length - shared.own:
+            return self
+        moved = [(n / 2 / size, ahead) for n in self.moved for ahead in (True, False)]
+        if shared.window is not None:
+            moved = [(n * shared.halo / self.length, ahead) for _, n, ahead in self.sent]
+        kept = self.sent if shared.window is None else ()
+        sent = (*kept, *(("collective-permute", *one) for one in moved))
+        return replace(self, shared=shared, sent=sent)
 
 
 Layouts = tuple[PartitionSpec, ...]
@@ -112,6 +140,12 @@ class ContextExchanges:
     equations: Mapping[Var, Exchange] = field(default_factory=dict[Var, Exchange])
     attention: Mapping[Var, AttentionLayouts] = field(default_factory=dict[Var, AttentionLayouts])
     size: int = 1
+
+    def with_kernels(self, attention: Mapping[Var, AttentionLayouts]) -> ContextExchanges:
+        """Return what is exchanged if kernels compute some of the attention."""
+        read = {v for one in attention.values() if one.shared for *_, v in one.repeated}
+        equations = {v: exchange for v, exchange in self.equations.items() if v not in read}
+        return replace(self, equations=equations, attention={**self.attention, **attention})
 
     def describe(self) -> list[str]:
         """Return how rows are divided, and how attention works, a sentence each."""
@@ -199,23 +233,15 @@ class _Source(NamedTuple):
 
     Attributes:
         product: the product, and which operand it is.
+        operand: the operand.
         variable: the array, as large or smaller.
-        reader: the equation that repeats it; else the product.
-        side: which operand of the reader it is.
+        reader: the equation that repeats it, or the product, and which operand of that it is.
     """
 
     product: tuple[Equation, int]
+    operand: Var
     variable: Var
-    reader: Equation
-    side: int
-
-    @property
-    def operand(self) -> Var:
-        """What the product reads."""
-        eqn, side = self.product
-        atom = eqn.invars[side]
-        assert isinstance(atom, Var)
-        return atom
+    reader: tuple[Equation, int]
 
     @property
     def is_repeated(self) -> bool:
@@ -223,30 +249,25 @@ class _Source(NamedTuple):
         return self.variable is not self.operand
 
 
-def _source(program: ProgramDims, eqn: Equation, side: int) -> _Source:
+def _source(program: ProgramDims, eqn: Equation, side: int, *, follow: bool = True) -> _Source:
     """Return the smallest array that an operand only repeats, as heads that share keys do."""
     makers = {v: e for e in program.jaxpr.eqns for v in e.outvars}
-    best = _operand(eqn, side)
-    variable = best.variable
+    variable = eqn.invars[side]
+    assert isinstance(variable, Var)
+    best = _Source((eqn, side), variable, variable, (eqn, side))
     while (maker := makers.get(variable)) and maker.primitive.name in REPEATS:
-        if not isinstance(maker.invars[0], Var):
+        if not follow or not isinstance(maker.invars[0], Var):
             break
         variable = maker.invars[0]
         if aval_of(variable).size < aval_of(best.variable).size:
-            best = _Source((eqn, side), variable, maker, 0)
+            best = best._replace(variable=variable, reader=(maker, 0))
     return best
-
-
-def _operand(eqn: Equation, side: int) -> _Source:
-    variable = eqn.invars[side]
-    assert isinstance(variable, Var)
-    return _Source((eqn, side), variable, eqn, side)
 
 
 def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) -> None:
     """Add what an attention exchanges."""
     scores, values = attention.scores, attention.values
-    query = _operand(scores, 1 - attention.key_side)
+    query = _source(at.program, scores, 1 - attention.key_side, follow=False)
     key = _source(at.program, scores, attention.key_side)
     value = _source(at.program, values, 1 - attention.weights_side)
     output, size = values.outvars[0], at.sizes[CONTEXT]
@@ -273,30 +294,27 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
         _of(found, scores).result = (PartitionSpec(*of_scores),)
         weights = {attention.weights_side: (PartitionSpec(*of_weights),)}
         _of(found, values).operands.update(weights)
-    layouts = [PartitionSpec(*entries) for entries in inside]
+    layouts = tuple(PartitionSpec(*entries) for entries in inside)
     rows = PartitionSpec(*at.rows(output))
     _of(found, values).result = (layouts[-1], rows)
     assert isinstance(found.attention, dict)
-    why = _why(exchanged / gathered, possible=heads is not None, size=size)
-    module = module_of(name_stack(scores)) or at.program.path
     length = max(aval_of(query.operand).shape[d] for d in positions)
     arrays = [key.variable, value.variable, *([query.operand, output] if by_heads else ())]
     kinds = ("all-to-all", "all-to-all") if by_heads else ("all-gather", "reduce-scatter")
     parts = size if by_heads else 1
     sent = tuple((k, at.nbytes(v) / parts, not n) for v in arrays for n, k in enumerate(kinds))
-    query_layout, key_layout, value_layout, output_layout = layouts
     found.attention[output] = AttentionLayouts(
-        module=module,
+        module=module_of(name_stack(scores)) or at.program.path,
         length=length,
         by_heads=by_heads,
-        why=why,
-        query=query_layout,
-        key=key_layout,
-        value=value_layout,
-        output=output_layout,
+        why=_why(exchanged / gathered, possible=heads is not None, size=size),
+        inside=layouts,
         rows=rows,
         sent=sent,
         times=at.program.times,
+        own_keys=tuple(PartitionSpec(*at.rows(x.operand)) for x in (key, value)),
+        repeated=tuple(_repeated(at, source) for source in (key, value)),
+        moved=(at.nbytes(query.operand), at.nbytes(output)),
     )
 
 
@@ -329,10 +347,11 @@ def _exchange(
     inside = at.by_head(source.operand, head[0]) if head else whole(source.operand)
     ahead = at.by_head(variable, head[1]) if head else whole(variable)
     steps = (PartitionSpec(*at.rows(variable)), PartitionSpec(*ahead))
-    _of(found, source.reader).operands[source.side] = steps
+    reader, place = source.reader
+    _of(found, reader).operands[place] = steps
     if head is None and source.is_repeated:
         # Gradients of keys are sums over queries: reduced once, before those of heads are added.
-        _of(found, source.reader).gradients[source.side] = steps[:1]
+        _of(found, reader).gradients[place] = steps[:1]
         product, side = source.product
         whole_then_rows = PartitionSpec(*inside), PartitionSpec(*at.rows(source.operand))
         _of(found, product).operands[side] = whole_then_rows[:1]
@@ -369,6 +388,17 @@ def _same_class(at: _Placing, source: _Source, dim: int) -> int | None:
     first = at.program.dims(source.operand)[dim][:1]
     dims = enumerate(at.program.dims(source.variable))
     return next((n for n, factors in dims if first and factors[:1] == first), None)
+
+
+def _repeated(at: _Placing, source: _Source) -> tuple[int, int, Var]:
+    """Return along which dim an operand repeats entries, how often (0 if otherwise), and where."""
+    count = aval_of(source.operand).size // aval_of(source.variable).size
+    known = {factor.id for dim in at.program.dims(source.variable) for factor in dim}
+    dims = [[f.id in known for f in dim] for dim in at.program.dims(source.operand)]
+    more = [n for n, dim in enumerate(dims) if not all(dim)]
+    is_last = count > 1 and len(more) == 1 and all(dims[more[0]][:-1])
+    dim, times = (more[0], count) if is_last else (-1, int(count == 1))
+    return dim, times, source.reader[0].outvars[0]
 
 
 def _product(eqn: Equation, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:

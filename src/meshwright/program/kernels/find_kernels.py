@@ -61,6 +61,13 @@ class Kernels:
     rows: bool = False
     sums_in_parts: bool = False
 
+    @property
+    def attention(self) -> dict[Var, AttentionLayouts]:
+        """How kernels exchange positions over the context axis, by their result."""
+        found = ((region.outputs[0], region.kernel) for region in self.regions.values())
+        kernels = ((v, kernel) for v, kernel in found if isinstance(kernel, AttentionKernel))
+        return {v: kernel.exchange for v, kernel in kernels if kernel.exchange is not None}
+
 
 NO_KERNELS = Kernels()
 
@@ -178,8 +185,9 @@ class _Finder:
         if placed is None:
             layouts = [self.layout(scope.program, v) for v in (*inputs, match.output)]
         else:
-            self._check_rows(operands.query, placed.query)
+            self._check_rows(operands.query, placed.inside[0])
             layouts = _on_context(operands, placed)
+            placed = placed.with_kernel(operands, self.exchanges.size)
         if any(spec is not None for spec in layouts):
             _check_layouts(operands, layouts)
         name = "cudnn" if self.kernels.choice == "auto" else "xla"
@@ -239,13 +247,13 @@ def _rowwise(
 
 def _on_context(operands: AttentionOperands, placed: AttentionLayouts) -> list[PartitionSpec]:
     """Return the layouts of the operands and the result where positions are exchanged."""
-    layouts = [placed.query, placed.key, placed.value]
+    layouts = list(placed.inside[:-1])
     if operands.mask is not None:
-        axes = [*_entries(placed.query, operands.query_dims)[:-1], None]
+        axes = [*_entries(placed.inside[0], operands.query_dims)[:-1], None]
         dims = zip(aval_of(operands.mask).shape, operands.mask_dims, strict=True)
         of_mask = [None if at is None or size == 1 else axes[at] for size, at in dims]
         layouts.append(PartitionSpec(*of_mask))
-    return [*layouts, placed.output]
+    return [*layouts, placed.inside[-1]]
 
 
 def _check_layouts(operands: AttentionOperands, specs: Sequence[PartitionSpec | None]) -> None:

@@ -10,30 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.nn import dot_product_attention
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import first_line
 from meshwright.mesh.axes import CONTEXT
-from meshwright.program.evaluate.evaluator import Environment, constrain
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, constrain
 from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.evaluate.weight_uses import HALF
-from meshwright.program.jaxpr.equations import Value, aval_of
+from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.context_attention import AttentionLayouts
-from meshwright.program.kernels.masks import Allowed
+from meshwright.program.kernels.joined_attention import NEVER, Attend, AttentionPart, differentiable
+from meshwright.program.kernels.masks import Allowed, band
 from meshwright.program.kernels.regions import NotReplaced, Region
-
-Attend = Callable[..., Any]
-"""(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C].
-
-A mask says all that queries may attend to.
-"""
-
-
-ATTENDED = "attended"
-"""The name of what attention saves for its gradient besides its operands."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +46,19 @@ class AttentionKernel:
 
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
         """Return the result of the second product."""
-        form = cudnn_attention if self.name == "cudnn" and env.evaluator.weights.casts else None
-        form = planned_attention if form and self.planned else form
-        attend = (form or xla_attention)(self.operands.allowed, self.operands.scale)
+        by_cudnn = self.name == "cudnn" and env.evaluator.weights.casts
+        form = cudnn_attention if by_cudnn else xla_attention
+        form = planned_attention if by_cudnn and self.planned else form
+        attend = form(self.operands.allowed, self.operands.scale)
         inputs = [env.read(variable) for variable in region.inputs]
-        exchange = self.exchange
+        exchange, layouts = self.exchange, list(self.layouts)
         own = exchange is not None and not exchange.by_heads
+        if exchange is not None and exchange.shared is not None:
+            part = partial(cudnn_part if by_cudnn else xla_part, scale=self.operands.scale)
+            attend, own = exchange.shared.attention(part, exchange.repeated[0][1]), False
+            layouts[1:3] = exchange.own_keys
         run = partial(run_attention, self.operands, attend, own_rows=own)
-        result = run_locally(run, inputs, self.layouts[:-1], self.layouts[-1], mesh)
+        result = run_locally(run, inputs, layouts[:-1], layouts[-1], mesh)
         return [result if exchange is None else constrain(result, mesh.sharding(exchange.rows))]
 
 
@@ -94,9 +89,9 @@ def run_attention(
     first = jax.lax.axis_index(CONTEXT) * length if own_rows else 0
     if operands.mask is not None:
         mask = _rows_and_keys(operands, arrays[3], batch, length)
-        mask &= _band(operands.allowed, mask.shape[-2:], first)
+        mask &= band(operands.allowed, mask.shape[-2:], first)
     elif own_rows and (operands.allowed.causal or operands.allowed.window is not None):
-        mask = _band(operands.allowed, (length, key.shape[1]), first)[None, None]
+        mask = band(operands.allowed, (length, key.shape[1]), first)[None, None]
     out = attend(query, key, value, mask)
     out = out.reshape(*batch, length, *heads, *groups, out.shape[-1])
     return jnp.transpose(jnp.moveaxis(out, count - head, count), operands.output_dims)
@@ -176,20 +171,7 @@ def planned_attention(allowed: Allowed, scale: float) -> Attend:
 
         return call(PLANNED_GRADIENT, run, query, key, value, *others)
 
-    @jax.custom_vjp
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return attended(query, key, value, mask)[0]
-
-    def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        results = attended(query, key, value, mask)
-        out, sums = (checkpoint_name(result, ATTENDED) for result in results)
-        return out, (query, key, value, mask, out, sums)
-
-    def backward(saved: Any, cotangent: Any) -> Any:
-        return (*gradients(*saved, cotangent), None)
-
-    attend.defvjp(forward, backward)
-    return attend
+    return differentiable(AttentionPart(attended, gradients))
 
 
 def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = False) -> None:
@@ -244,65 +226,74 @@ def _refusal(
     return ""
 
 
-def xla_attention(allowed: Allowed, scale: float) -> Attend:
-    """Return attention that saves queries, keys and values, and no scores.
+def xla_part(allowed: Allowed, scale: float) -> AttentionPart:
+    """Return attention that saves no scores: its gradient computes them again."""
 
-    Its gradient recomputes the scores, from which the saved sums of exponentials make the weights.
-    """
+    def grouped(array: Any, key: Any) -> Any:
+        return array.reshape(*array.shape[:2], key.shape[2], -1, array.shape[3])
 
-    def scores(query: Any, key: Any, mask: Any) -> Any:
+    def exponents(query: Any, key: Any, mask: Any) -> Any:
         wide = jnp.promote_types(query.dtype, jnp.float32)
         out = jnp.einsum("btkgc,bskc->bkgts", query, key, preferred_element_type=wide) * scale
-        visible = _band(allowed, out.shape[-2:]) if mask is None else mask[:, None]
-        return jnp.where(visible, out, -jnp.inf)
+        visible = band(allowed, out.shape[-2:]) if mask is None else mask[:, None]
+        return jnp.where(visible, out, NEVER)
 
-    def forward_pass(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
-        values = scores(query, key, mask)
-        peak = values.max(-1, keepdims=True)
-        exponentials = jnp.exp(values - peak)
+    def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        scores = exponents(grouped(query, key), key, mask)
+        peak = scores.max(-1, keepdims=True)
+        exponentials = jnp.exp(scores - peak)
         total = exponentials.sum(-1, keepdims=True)
         weights = (exponentials / total).astype(value.dtype)
         mixed = jnp.einsum("bkgts,bskc->btkgc", weights, value)
-        return mixed, peak + jnp.log(total)
+        total = (peak + jnp.log(total)).reshape(query.shape[0], query.shape[2], query.shape[1])
+        return mixed.reshape(*query.shape[:3], -1), total
 
-    @jax.custom_vjp
-    def grouped(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return forward_pass(query, key, value, mask)[0]
+    def gradients(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        of_query, (out, total, cotangent) = grouped(query, key), rest
+        of_out = grouped(cotangent, key)
+        product = partial(jnp.einsum, preferred_element_type=total.dtype)
+        scores = exponents(of_query, key, mask)
+        weights = jnp.exp(scores - total.reshape(*scores.shape[:-1], 1))
+        of_value = product("bkgts,btkgc->bskc", weights.astype(value.dtype), of_out)
+        of_weights = product("btkgc,bskc->bkgts", of_out, value)
+        mean = product("btkgc,btkgc->bkgt", of_out, grouped(out, key))[..., None]
+        of_scores = (weights * (of_weights - mean) * scale).astype(query.dtype)
+        gradient = product("bkgts,bskc->btkgc", of_scores, key).reshape(query.shape)
+        return gradient, product("bkgts,btkgc->bskc", of_scores, of_query), of_value
+
+    return AttentionPart(forward, gradients)
+
+
+def cudnn_part(allowed: Allowed, scale: float) -> AttentionPart:
+    """Return attention by cuDNN, whose calls are read from how JAX differentiates it."""
+    attend = cudnn_attention(allowed, scale)
+
+    def evaluate(run: Callable[..., Any], mask: Any, *arrays: Any, given: Any = None) -> Any:
+        results = [] if given is None else list(given)
+
+        def replace(eqn: Equation, env: Environment) -> list[Value] | None:
+            if not eqn.primitive.name.startswith("dot_product_attention_fwd"):
+                return None
+            results[:] = results or bind(eqn, env.operands(eqn))
+            return results
+
+        def with_gradients(mask: Any, *arrays: Any) -> Any:
+            return run(*jax.vjp(lambda *qkv: attend(*qkv, mask), *arrays[:3]), *arrays[3:])
+
+        program = jax.make_jaxpr(with_gradients)(mask, *arrays)
+        found = Evaluator([replace]).run(program, jax.tree.leaves((mask, *arrays)))
+        return results if given is None else found
 
     def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        results = forward_pass(query, key, value, mask)
-        out, normalizer = (checkpoint_name(result, ATTENDED) for result in results)
-        return out, (query, key, value, mask, normalizer)
+        return evaluate(lambda out, _: out, mask, query, key, value)
 
-    def backward(saved: Any, cotangent: Any) -> Any:
-        query, key, value, mask, normalizer = saved
-        wide = normalizer.dtype
-        weights = jnp.exp(scores(query, key, mask) - normalizer)
-        product = partial(jnp.einsum, preferred_element_type=wide)
-        of_value = product("bkgts,btkgc->bskc", weights.astype(value.dtype), cotangent)
-        of_weights = product("btkgc,bskc->bkgts", cotangent, value)
-        mean = (weights * of_weights).sum(-1, keepdims=True)
-        of_scores = weights * (of_weights - mean) * scale
-        of_scores = of_scores.astype(query.dtype)
-        of_query = product("bkgts,bskc->btkgc", of_scores, key)
-        of_key = product("bkgts,btkgc->bskc", of_scores, query)
-        gradients = (of_query, of_key, of_value)
-        return (*(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=False)), None)
+    def gradients(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        pull = lambda _, pullback, cotangent: pullback(cotangent)  # noqa: E731
+        return evaluate(pull, mask, query, key, value, rest[-1], given=rest[:-1])
 
-    grouped.defvjp(forward, backward)
-
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        batch, length, heads, channels = query.shape
-        kv_heads = key.shape[2]
-        query = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
-        out = grouped(query, key, value, mask)
-        return out.reshape(batch, length, heads, out.shape[-1])
-
-    return attend
+    return AttentionPart(forward, gradients)
 
 
-def _band(allowed: Allowed, shape: tuple[int, ...], first: Any = 0) -> Any:
-    """Return which keys [S] queries [T], from position `first`, may attend to, by distance."""
-    distance = first + jnp.arange(shape[0])[:, None] - jnp.arange(shape[1])[None, :]
-    visible = distance >= 0 if allowed.causal else jnp.ones(shape, bool)
-    return visible if allowed.window is None else visible & (distance < allowed.window)
+def xla_attention(allowed: Allowed, scale: float) -> Attend:
+    """Return attention that saves queries, keys, values and its result, and no scores."""
+    return differentiable(xla_part(allowed, scale))

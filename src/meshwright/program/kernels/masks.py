@@ -282,3 +282,10 @@ def merge(conditions: Sequence[Allowed]) -> Allowed:
     if merged.least not in (None, 0) or (merged.window is not None and not merged.causal):
         raise NotReplaced("its mask is neither causal, nor a sliding window, nor full")
     return merged
+
+
+def band(allowed: Allowed, shape: tuple[int, ...], first: Any = 0) -> Any:
+    """Return which keys [S] queries [T], from position `first`, may attend to, by distance."""
+    distance = first + jnp.arange(shape[0])[:, None] - jnp.arange(shape[1])[None, :]
+    visible = distance >= 0 if allowed.causal else jnp.ones(shape, bool)
+    return visible if allowed.window is None else visible & (distance < allowed.window)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.program.evaluate.weight_uses import GATHERED
-from meshwright.program.kernels.fused_attention import ATTENDED
+from meshwright.program.kernels.joined_attention import ATTENDED
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _products_and_attention(primitive: Any, *inputs: Any, **params: Any) -> bool
 
 
 def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Save everything except gathered weights.
+    """Save everything except gathered weights and keys.
 
     Results of constraints, of broadcasts and of casts to a wider dtype are not saved either: their
     operand is not larger, and for weights it is the sharded one.
@@ -64,7 +64,7 @@ def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
         return params["name"] != GATHERED
     if primitive.name == "convert_element_type":
         return params["new_dtype"].itemsize <= inputs[0].dtype.itemsize
-    return primitive.name not in ("sharding_constraint", "broadcast_in_dim")
+    return primitive.name not in ("sharding_constraint", "broadcast_in_dim", "all_gather")
 
 
 def _but_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
