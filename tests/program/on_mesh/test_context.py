@@ -1,5 +1,7 @@
 """Rows divided over the context axis: the numbers of one device, and what attention sends."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from flax import nnx
 from generation.decoder_models import CACHED, RECOMPUTED, VOCABULARY, Decoder
 from program.kernels.kernel_runs import assembled, assert_equal, differentiate
+from program.on_mesh import rows_in_processes
+from real_processes import run_processes
 from small_models import builder, task_batch
 
 import meshwright as mw
@@ -253,6 +257,21 @@ def test_a_run_goes_on_without_the_axis_and_on_another_one(tmp_path):
     fit("data=4,tensor=2", 3, "third", "second")
     resumed = fit("fsdp=2,context=4", 4, "fourth", "third")
     assert resumed == pytest.approx(fit("data=8", 4, "alone"), rel=1e-5)
+
+
+@pytest.mark.full
+def test_two_processes_read_their_own_samples_and_have_the_losses_of_one(tmp_path):
+    program = Path(rows_in_processes.__file__).read_text()
+    said = run_processes(program, [str(tmp_path / "two")], count=2)
+    for mesh in rows_in_processes.MESHES:
+        alone, _ = rows_in_processes.train(mesh, tmp_path / "one", devices=jax.devices()[:4])
+        (losses, first), (others, second) = (each[mesh] for each in said)
+        assert losses == others
+        np.testing.assert_allclose(losses, alone, rtol=1e-6)
+        # Parts of a row belong to the same samples; replicas read samples of their own, besides
+        # the first batch, of which all read the shapes.
+        own = set(first) - set(second)
+        assert len(own) == (0 if mesh == "context=4" else 3 * 4)
 
 
 def ways(build, batch, mesh, kernels="none"):
