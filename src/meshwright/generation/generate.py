@@ -116,7 +116,7 @@ class Generator:
             for prompt in prompts
             for sample in range(self.samples)
         ]
-        watch = TextWatch(self.text, self.stops, self.sampling.stop_tokens, on_piece)
+        watch = TextWatch(self.text, self.stops, on_piece)
         chunk = chunk or (CHUNK if on_piece is None else STREAMED_CHUNK)
         programs, weights = None, self.model.weights
         for some in batches(rows, self.batch_size):

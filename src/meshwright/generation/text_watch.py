@@ -41,7 +41,6 @@ class TextWatch:
     Args:
         text: decodes tokens.
         stops: strings that end a row.
-        stop_tokens: tokens that end a row, which are not part of its text.
         on_piece: called with what each row gets.
     """
 
@@ -49,12 +48,10 @@ class TextWatch:
         self,
         text: TextTokens,
         stops: Sequence[str] = (),
-        stop_tokens: Sequence[int] = (),
         on_piece: OnPiece | None = None,
     ) -> None:
         self._text = text
         self._stops = tuple(stops)
-        self._stop_tokens = set(stop_tokens)
         self._on_piece = on_piece
         # A string may begin inside an earlier token, and a character may take several tokens.
         longest = max((len(stop.encode()) for stop in stops), default=0)

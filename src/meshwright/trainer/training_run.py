@@ -299,7 +299,7 @@ class TrainingRun:
             trainer,
             feed=feed,
             form=self._form,
-            recorder=FlightRecorder(self._run_dir, self._assembled, self._form, self._metadata.at),
+            recorder=FlightRecorder(self._run_dir, self._assembled, self._metadata.at),
             checkpointer=checkpointer,
             rewind=partial(self._restoring.rewind, log.tracker),
             limits=limits,

@@ -24,7 +24,7 @@ from meshwright.plan import Plan
 from meshwright.processes import broadcast, is_main
 from meshwright.runtime.other_names import with_current_keys
 from meshwright.step.assemble import Assembled
-from meshwright.step.canonical import CanonicalForm, Snapshot
+from meshwright.step.canonical import Snapshot
 from meshwright.trainer.incidents.not_finite import BadStep, StepValues
 
 INCIDENTS = "incidents"
@@ -57,11 +57,10 @@ class FlightRecorder:
         self,
         run_dir: Path | None,
         assembled: Assembled,
-        form: CanonicalForm,
         metadata: Callable[[int], CheckpointMetadata],
     ) -> None:
         self._folder = None if run_dir is None else run_dir / INCIDENTS
-        self._assembled, self._form = assembled, form
+        self._assembled = assembled
         self._metadata = metadata
 
     def write(self, incident: Incident, snapshot: Snapshot) -> tuple[Path | None, str]:
