@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,15 @@ def from_key_data(value: Any, dtype: Any) -> Any:
         return value
     # The dtype of a key knows its generator, which need not be the default one.
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(jnp.empty((0,), dtype)))
+
+
+def bytes_on_device(tree: PyTree) -> int:
+    """Return the bytes that a device has of arrays, or of their shapes."""
+    return sum(
+        math.prod(a.shape if a.sharding is None else a.sharding.shard_shape(a.shape))
+        * a.dtype.itemsize
+        for a in jax.tree.leaves(tree)
+    )
 
 
 def resize_batch(batch: Batch, num_samples: int) -> Batch:

@@ -25,12 +25,12 @@ from meshwright.pipeline.pipeline_report import PipelineReport
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline_drawing import Timeline, TimelineDrawing, timeline_svg
 from meshwright.plan import Plan, unused_settings
-from meshwright.planner.fit.fit_check import bytes_on_device
 from meshwright.program.kernels.regions import describe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled
 from meshwright.text.columns import Columns, Indented
 from meshwright.text.units import counted, human_bytes
+from meshwright.trees import bytes_on_device
 
 
 def run(request: Request) -> int:

@@ -20,7 +20,7 @@ from meshwright.program.dims.classes import LeafLabel, find_dim_classes
 from meshwright.sharding.shard import fsdp_sharding
 from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
 from meshwright.text.units import human_bytes
-from meshwright.trees import from_key_data, key_data
+from meshwright.trees import bytes_on_device, from_key_data, key_data
 
 FREE_SHARE = 0.7
 """The share of a device's memory that gathered weights may take; caches and logits need some."""
@@ -109,10 +109,10 @@ class RowPlacement:
         shardings = self._shardings(model, weights)
         limit, placement, remark = device_memory(self.mesh), self, ""
         structs = list(map(_struct, weights, dtypes, shardings))
-        if self.mesh is not None and (need := held_bytes(structs)) > FREE_SHARE * limit:
+        if self.mesh is not None and (need := bytes_on_device(structs)) > FREE_SHARE * limit:
             structs = list(map(self._divided, structs))
             shardings = [struct.sharding for struct in structs]
-            placement, held = replace(self, gathered=False), held_bytes(structs)
+            placement, held = replace(self, gathered=False), bytes_on_device(structs)
             remark = (
                 f"the weights stay divided over all devices, which is slower: gathered they would "
                 f"take {human_bytes(need)} of {human_bytes(limit)} on each device; divided they "
@@ -158,15 +158,6 @@ def device_memory(mesh: Mesh | None) -> float:
     """Return the bytes of a device's memory; infinity if it is not known."""
     devices = jax.local_devices() if mesh is None else mesh.local_devices
     return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-
-
-def held_bytes(arrays: Sequence[Any]) -> int:
-    """Return the bytes that a device has of arrays, or of shapes."""
-    return sum(
-        math.prod(a.shape if a.sharding is None else a.sharding.shard_shape(a.shape))
-        * a.dtype.itemsize
-        for a in arrays
-    )
 
 
 def _struct(array: Any, dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,7 @@ from jax import Array
 
 from meshwright.errors import UserError, argument
 from meshwright.generation.make_decoder import make_decoder
-from meshwright.generation.row_placement import RowPlacement, device_memory, held_bytes
+from meshwright.generation.row_placement import RowPlacement, device_memory
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
 from meshwright.generation.token_decoder import (
     Cache,
@@ -23,6 +23,7 @@ from meshwright.generation.token_decoder import (
     remembered,
 )
 from meshwright.text.units import counted, human_bytes
+from meshwright.trees import bytes_on_device
 
 USABLE = 0.95
 """The share of a device's memory that weights, caches and logits may take."""
@@ -215,7 +216,7 @@ def fitting_programs(
     model: SplitModel, length: int, placement: RowPlacement, vocabulary: int, rows: int
 ) -> TokenPrograms:
     """Return the programs for a number of rows, with joined weights only if those fit, too."""
-    limit, held = USABLE * device_memory(placement.mesh), held_bytes(model.weights)
+    limit, held = USABLE * device_memory(placement.mesh), bytes_on_device(model.weights)
     count, left, each = -(-rows // placement.parts), 0.0, 1
     for joins in (placement.joins, False):
         programs = token_programs(model, length, replace(placement, joins=joins), vocabulary)

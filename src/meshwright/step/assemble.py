@@ -302,7 +302,7 @@ def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:
 
 def _batch_statistic(traced: TracedLoss) -> str | None:
     """Return the path of a statistic that depends on the batch, if the model has one."""
-    states = [step.leaf for step in traced.layout.step_leaves if step.leaf.role == "state"]
+    states = [step.leaf for step in traced.layout.select("state")]
     for number, leaf in enumerate(states, start=traced.num_results):
         if leaf.variable == "BatchStat":
             _, read = select_outputs(traced.closed, [number])

@@ -69,7 +69,7 @@ def _limit(nbytes: float) -> int:
 
 def _largest_block(traced: TracedLoss) -> int:
     """Return the parameters of the largest repeated block; 0 if no blocks repeat."""
-    params = [step.leaf for step in traced.layout.step_leaves if step.leaf.role == "param"]
+    params = [step.leaf for step in traced.layout.select("param")]
     paths = [
         tuple(f"{path}." for path in blocks.elements[first : first + blocks.period])
         for blocks in find_block_lists(traced.closed.jaxpr.eqns)

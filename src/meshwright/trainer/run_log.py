@@ -20,7 +20,6 @@ from meshwright.ledgers import Ledger
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.pipeline.schedule.timeline_drawing import timeline_svg
 from meshwright.plan import Plan
-from meshwright.planner.fit.fit_check import bytes_on_device
 from meshwright.processes import is_main, process_count
 from meshwright.profile import Profile
 from meshwright.program.flops import count_flops, peak_flops
@@ -37,7 +36,7 @@ from meshwright.trainer.run_progress import Progress, Work
 from meshwright.trainer.starting.fewer_processes import fewer_processes_note
 from meshwright.trainer.trained.fit_result import summarize
 from meshwright.trainer.trainer_settings import TrainerSettings
-from meshwright.trees import tokens_per_sample
+from meshwright.trees import bytes_on_device, tokens_per_sample
 
 FORMAT = 1
 

@@ -133,27 +133,27 @@ class ModelStates:
         sizes, zero = _model_sizes(plan), plan.sharding.zero
         optimizer = self._flat_optimizer(layout, placements, sizes)
         leaves = layout.step_leaves
-        trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+        trained = layout.numbers("param")
         shares: dict[int, LeafShares] = {}
         parameters = gradients = sums = 0
         outside = generating = 0.0
         trained_bytes, widest = 0, 8 if plan.precision == "no" else 2
         for number, (step, placement) in enumerate(zip(leaves, placements, strict=True)):
-            without = _shards(placement, sizes, "fsdp")
-            whole = 1 / without
+            whole = 1 / placement.gathered("fsdp").shards(sizes)
+            in_use = placement.gathered("fsdp", PIPE).shards(sizes)
             least = 1 / placement.shards(sizes)
             # Below zero 3, parameters outside of stages are whole on all of them.
             kept = ("fsdp",) if number in staged else ("fsdp", PIPE)
-            at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
+            at_rest = least if zero == 3 else 1 / placement.gathered(*kept).shards(sizes)
             gradient = whole if zero == 1 else least
             shares[number] = LeafShares(whole, at_rest, gradient)
             parameters += round(step.leaf.nbytes * at_rest)
             size = step.leaf.size * min(widest, step.leaf.dtype.itemsize)
-            generating += size / _shards(placement, sizes, "fsdp", PIPE)
+            generating += size / in_use
             if step.leaf.role == "param":
                 trained_bytes += round(step.leaf.nbytes * at_rest)
                 if staged and number not in staged:
-                    outside += step.leaf.nbytes / _shards(placement, sizes, "fsdp", "pipe")
+                    outside += step.leaf.nbytes / in_use
                 gradients += round(step.leaf.nbytes * gradient)
                 sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
         placed = optimizer.placed([placements[n] for n in trained], sizes)
@@ -177,7 +177,7 @@ class ModelStates:
 
         Layouts that differ in the order of blocks alone have the same state.
         """
-        own = [n for n, step in enumerate(layout.step_leaves) if step.leaf.role == "param"]
+        own = layout.numbers("param")
         params = [layout.step_leaves[n] for n in own]
         key = tuple((s.leaf.path, s.leaf.shape, s.leaf.dtype, tuple(sorted(s.sources)))
                     for s in params)  # fmt: skip
@@ -245,10 +245,3 @@ class PlacedState:
     outside: float = 0.0
     trained: int = 0
     generating: float = 0.0
-
-
-def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:
-    count = 1
-    for axis in placement.axes():
-        count *= 1 if axis in without else sizes.get(axis, 1)
-    return count

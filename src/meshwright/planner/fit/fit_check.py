@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
@@ -19,6 +17,7 @@ from meshwright.planner.fit.remedies import shard_further
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled
 from meshwright.text.units import human_bytes
+from meshwright.trees import bytes_on_device
 
 PREDICTED_FROM = 0.25
 """The part of a device's memory from which the exact bytes of a step make a prediction worth its
@@ -65,14 +64,6 @@ def batch_shapes(assembled: Assembled) -> list[jax.ShapeDtypeStruct]:
         )
         for leaf in assembled.traced.batch
     ]
-
-
-def bytes_on_device(tree: Any) -> int:
-    """Return the bytes that the shards of arrays, or of their shapes, have on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def check_memory(
@@ -160,7 +151,7 @@ def _bytes_on(assembled: Assembled, plan: Plan, least: MemoryEstimate) -> int:
     """Return what another mesh of fsdp and tensor would need at least, with as large a batch."""
     sizes, decision = plan.mesh, decide(assembled.traced, plan.mesh, plan.sharding)
     leaves = assembled.traced.layout.step_leaves
-    params = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+    params = assembled.traced.layout.numbers("param")
     total = least.batch
     for number, step in enumerate(leaves):
         total += step.leaf.nbytes // decision.at_rest[number].shards(sizes)

@@ -91,8 +91,7 @@ def trace_gradients(
     view = MeshView(mesh, planned_for=variant.platform)
     forward = forward_on(traced, decision, view, remat)
     leaves = traced.layout.step_leaves
-    trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
-    other = [n for n, step in enumerate(leaves) if step.leaf.role != "param"]
+    trained, other = traced.layout.numbers("param"), traced.layout.numbers("state")
 
     def loss(params: Sequence[Any], state: Sequence[Any], batch: Sequence[Any]) -> Any:
         values = dict(zip((*trained, *other), (*params, *state), strict=True))
