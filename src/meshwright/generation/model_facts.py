@@ -13,11 +13,12 @@ from flax import nnx
 
 from meshwright.errors import UserError, argument, typed_line
 from meshwright.generation.make_decoder import how_decoded, make_decoder
-from meshwright.generation.positions import NotIncremental, Positions, where
+from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.token_decoder import SplitModel, remembered, split_model
 from meshwright.generation.token_loop import length_bucket
 from meshwright.generation.traced_decoder import Loops, trace_row
 from meshwright.program.jaxpr.equations import Equation, aval_of
+from meshwright.program.jaxpr.walks import where
 
 UNLIMITED = 2**31 - 1
 

@@ -26,10 +26,9 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Var,
     aval_of,
-    name_stack,
     scan_counts,
 )
-from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.walks import where
 from meshwright.program.kernels.masks import HIDDEN, Span, mask_spans
 from meshwright.trees import is_key
 
@@ -60,12 +59,6 @@ class NotIncremental(Exception):
         unknown = "mixes tokens in a way that no cache is known for"
         why = why or (LATER if eqn.primitive.name in _LATER else unknown)
         return cls(f"the model {why}", where(eqn))
-
-
-def where(eqn: Equation) -> str:
-    """Return an operation and its module."""
-    module = module_of(name_stack(eqn))
-    return f"{eqn.primitive.name} {f'in {module}' if module else 'outside all modules'}"
 
 
 class Positions:

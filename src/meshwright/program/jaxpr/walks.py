@@ -18,8 +18,10 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Var,
     called_jaxpr,
+    name_stack,
     scan_counts,
 )
+from meshwright.program.jaxpr.names import module_of
 
 Fact = TypeVar("Fact")
 """What is known about a value."""
@@ -77,6 +79,12 @@ def all_equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Equation, int]
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for program, _ in called_programs(eqn):
             yield from all_equations(program.jaxpr, inside)
+
+
+def where(eqn: Equation) -> str:
+    """Return an operation and its module."""
+    module = module_of(name_stack(eqn))
+    return f"{eqn.primitive.name} {f'in {module}' if module else 'outside all modules'}"
 
 
 def origin(jaxpr: Jaxpr, atom: Atom, casts_to: Collection[Any] = ()) -> Atom:

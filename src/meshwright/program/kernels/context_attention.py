@@ -28,6 +28,7 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.walks import where
 from meshwright.program.kernels.attention_operands import AttentionOperands, free_dims
 from meshwright.program.kernels.attention_products import (
     REPEATS,
@@ -427,7 +428,7 @@ def _refuse_loops(classes: DimClasses, program: ProgramDims, size: int) -> None:
 def _one_by_one(eqn: Equation, size: int) -> UserError:
     return UserError(
         f"{Setting('mesh.context', size)} cannot divide the rows of this model: it goes through "
-        f"positions one after the other ({_where(eqn)})",
+        f"positions one after the other ({where(eqn)})",
         why="each position waits for the one before it, so devices would wait for each other",
         fix=f"use {Setting('mesh.fsdp', size)} for these devices",
     )
@@ -456,13 +457,8 @@ def _too_short(length: int, size: int) -> UserError:
 def _unknown(eqn: Equation, size: int) -> UserError:
     return UserError(
         f"{Setting('mesh.context', size)} does not know this attention: what a product of "
-        f"positions with positions becomes is not multiplied by values ({_where(eqn)})",
+        f"positions with positions becomes is not multiplied by values ({where(eqn)})",
         why="devices hold different positions, and must know which of the two are the keys",
         fix=f"use {Setting('mesh.fsdp', size)} or {Setting('mesh.tensor', size)} for these "
         "devices, or write attention as softmax(scores) · values",
     )
-
-
-def _where(eqn: Equation) -> str:
-    module = module_of(name_stack(eqn))
-    return f"{eqn.primitive.name} {f'in {module}' if module else 'outside all modules'}"
