@@ -445,9 +445,11 @@ def _find_scans(at: _Placing, found: ContextExchanges) -> None:
         rows = [0 in at.classes.positions(at.program, x) for x in eqn.invars[constants + carries :]]
         if not any(rows):
             continue
-        in_parts = eqn.params["length"] % found.size == 0 and not eqn.params["reverse"]
-        if not all(rows) or not in_parts or not _scales_and_adds(eqn):
+        if not all(rows) or eqn.params["reverse"] or not _scales_and_adds(eqn):
             raise _one_by_one(eqn, found.size)
+        if eqn.params["length"] % found.size:
+            why = f"its {eqn.params['length']} steps are not divisible by {found.size}"
+            raise _one_by_one(eqn, found.size, why)
         # What each device adds to a state and how it scales it, and the gradients of its first.
         nbytes = found.size * sum(map(at.nbytes, eqn.outvars[:carries]))
         sent = ("all-gather", 2 * nbytes, True), ("all-gather", nbytes, False)
@@ -476,11 +478,11 @@ def _scales_and_adds(eqn: Equation) -> bool:
     return after == list(range(carries))
 
 
-def _one_by_one(eqn: Equation, size: int) -> UserError:
+def _one_by_one(eqn: Equation, size: int, why: str = "") -> UserError:
     return UserError(
         f"{Setting('mesh.context', size)} cannot divide the rows of this model: it goes through "
         f"positions one after the other ({_where(eqn)})",
-        why="each position waits for the one before it, so devices would wait for each other",
+        why=why or "each position waits for the one before it, and devices would for each other",
         fix=f"use {Setting('mesh.fsdp', size)} for these devices",
     )
 
