@@ -297,7 +297,9 @@ class StateScans:
         inside = Environment(Evaluator(rules, numerics=env.evaluator.numerics), {})
 
         def run(state: list[Value], others: Sequence[Value]) -> Any:
-            return lax.scan(scan_body(eqn, list(others[:consts]), inside), state, others[consts:])
+            return lax.scan(
+                scan_body(eqn, list(others[:consts]), inside), state, list(others[consts:])
+            )
 
         def effects(*others: Value) -> Any:
             zeros, ones = ([make(x) for x in states] for make in (jnp.zeros_like, jnp.ones_like))
