@@ -22,7 +22,7 @@ from meshwright.pipeline.execute.tick_rows import OpCounts, TickOp
 from meshwright.plan import Plan
 from meshwright.program.dims.op import is_inexact, nbytes_of
 from meshwright.program.jaxpr.equations import aval_of
-from meshwright.program.kernels.context_attention import AttentionLayouts
+from meshwright.program.kernels.context_attention import AttentionLayouts, PassedStates
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.step.assemble import Assembled
 
@@ -149,14 +149,14 @@ def event_needs(
 
 
 def context_needs(
-    attention: Iterable[AttentionLayouts], plan: Plan, scale: float
+    senders: Iterable[AttentionLayouts | PassedStates], plan: Plan, scale: float
 ) -> Iterator[Needed]:
-    """Yield what attention sends over the context axis; `scale` as in `event_needs`."""
+    """Yield what attention and scans send over the context axis; `scale` as in `event_needs`."""
     steps, size = plan.batch.gradient_accumulation_steps, plan.size(CONTEXT)
     sharding = plan.sharding
     recomputes = sharding.remat != "none"
     gathers_again = plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
-    for one in attention:
+    for one in senders:
         for kind, nbytes, forward in one.sent:
             # The backward pass of a block recomputes what it did not save.
             again = forward and (recomputes or (gathers_again and kind == "all-gather"))
@@ -176,7 +176,7 @@ def needed_by_stage(assembled: Assembled, counts: OpCounts | None) -> list[list[
         [
             *(need for weight in weights for need in weight_needs(weight, plan, stage)),
             *event_needs(events, plan, 1 / plan.batch.replicas, stage),
-            *context_needs(decision.exchanges.attention.values(), plan, 1 / plan.batch.replicas),
+            *context_needs(decision.exchanges.senders, plan, 1 / plan.batch.replicas),
             *(() if stage is None else stage_needs(stage, plan)),
         ]
         for stage in _stages(assembled, counts)

@@ -110,6 +110,20 @@ def test_a_model_that_exchanges_heads_has_the_numbers_of_one_device():
     check(build, TASK.loss, packed(), "fsdp=2,context=4", kernels="xla")
 
 
+def chunks(rngs=None):
+    """A decoder that passes a state between chunks of positions, as Mamba 2 does."""
+    return Decoder(CACHED["chunks"], rngs=nnx.Rngs(0))
+
+
+def test_a_model_that_passes_states_on_has_the_numbers_of_one_device():
+    check(chunks, TASK.loss, tokens(1), "context=4")
+    assert ways(chunks, tokens(1), "context=4") == [
+        "scan in mix: each device goes through its own positions, after exchanging their states"
+    ]
+    with pytest.raises(mw.UserError, match="its 6 steps are not divisible by 4"):
+        assembled(chunks, TASK.loss, tokens(1, 24), "none", mesh="context=4")
+
+
 MESHES = [
     "context=2",
     "context=4",
@@ -130,6 +144,7 @@ CASES = {
     "repeated keys": (written(kv_heads=2), TASK.loss, tokens()),
     "gpt": (builder("gpt"), *task_batch("gpt", samples=4)),
     "vit": (builder("vit"), *task_batch("vit", samples=4)),
+    "states": (chunks, TASK.loss, tokens(4, 32)),
     "dropout": (builder("gpt", dropout=0.3), *task_batch("gpt", samples=4)),
 }
 
@@ -175,8 +190,16 @@ def test_adapters_and_dropout_have_the_numbers_of_one_device(remat):
 
 
 REFUSED_DECODERS = {
-    *("chunks", "padded_chunks", "chunks_mask", "chunks_state", "chunks_decay", "sorted"),
-    *("lstm", "gru", "convolution", "running_mean", "shift", "convolution_ahead", "shift_ahead"),
+    *(
+        "sorted",
+        "lstm",
+        "gru",
+        "convolution",
+        "running_mean",
+        "shift",
+        "convolution_ahead",
+        "shift_ahead",
+    ),
     *("reversed_sum", "mean", "norm_over_time", "fourier"),
 }
 
@@ -240,6 +263,14 @@ def test_kernels_send_no_more_than_the_minimum(kv_heads, mesh, remat):
 def test_kernels_send_keys_once_for_all_heads_that_share_them(kv_heads, window):
     build = written(kv_heads=kv_heads, window=window)
     assert excess(build, tokens(8, 64), "context=8", "xla") == {}
+
+
+@pytest.mark.full
+def test_states_are_exchanged_once():
+    step = assembled(chunks, TASK.loss, tokens(), "none", mesh="data=2,context=4", wide=False)
+    found = make_ledger(step, tokens()).axes["context"].modules["mix"]
+    # Only the positions beside a device's own that its convolution reads are not in the minimum.
+    assert {*found.kinds} == {"collective-permute"}
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import CONTEXT, TENSOR, entry_names
 from meshwright.program.dims.classes import DimClasses
-from meshwright.program.dims.op import nbytes_of
+from meshwright.program.dims.op import is_inexact, nbytes_of
 from meshwright.program.dims.walk import ProgramDims, all_programs
 from meshwright.program.jaxpr.equations import (
     Equation,
@@ -109,6 +109,21 @@ class AttentionLayouts:
         return replace(self, shared=shared, sent=sent)
 
 
+class PassedStates(NamedTuple):
+    """A loop through positions, and the layouts of its states; the rest as in attention."""
+
+    module: str
+    sent: tuple[tuple[str, float, bool], ...]
+    times: int
+    states: tuple[PartitionSpec, ...]
+
+    @property
+    def use(self) -> Substitution:
+        """How it is evaluated, in words."""
+        how = "each device goes through its own positions, after exchanging their states"
+        return Substitution("scan", self.module, how)
+
+
 Layouts = tuple[PartitionSpec, ...]
 """Layouts that a value gets one after the other."""
 
@@ -136,11 +151,18 @@ class ContextExchanges:
         equations: by first result.
         attention: by result of the product with values.
         size: the size of the axis.
+        scans: loops through positions, by first result.
     """
 
     equations: Mapping[Var, Exchange] = field(default_factory=dict[Var, Exchange])
     attention: Mapping[Var, AttentionLayouts] = field(default_factory=dict[Var, AttentionLayouts])
     size: int = 1
+    scans: Mapping[Var, PassedStates] = field(default_factory=dict[Var, PassedStates])
+
+    @property
+    def senders(self) -> list[AttentionLayouts | PassedStates]:
+        """All that sends something over the axis."""
+        return [*self.attention.values(), *self.scans.values()]
 
     def with_kernels(self, attention: Mapping[Var, AttentionLayouts]) -> ContextExchanges:
         """Return what is exchanged if kernels compute some of the attention."""
@@ -157,7 +179,7 @@ class ContextExchanges:
             + (f", {part * self.size - length:,} of them empty" if length % self.size else "")
             for length, part in zip(lengths, own, strict=True)
         ]
-        return [*rows, *describe([placed.use for placed in self.attention.values()])]
+        return [*rows, *describe([sender.use for sender in self.senders])]
 
 
 NO_EXCHANGES = ContextExchanges()
@@ -174,18 +196,19 @@ def find_exchanges(
         sizes: axis sizes of the mesh.
     """
     size = sizes.get(CONTEXT, 1)
-    found = ContextExchanges({}, {}, size)
+    found = ContextExchanges(size=size)
     if size == 1:
         return found
     if not classes.sequence:
         raise _no_positions(classes, size)
     for program in all_programs(classes.root):
-        _refuse_loops(classes, program, size)
+        at = _Placing(classes, program, layout, sizes)
+        _find_scans(at, found)
         for product in score_products(classes, program):
             attention = follow_scores(classes, program, product)
             if attention is None:
                 raise _unknown(product, size)
-            _place(_Placing(classes, program, layout, sizes), attention, found)
+            _place(at, attention, found)
     shortest = min((placed.length for placed in found.attention.values()), default=size)
     if shortest < size:
         raise _too_short(shortest, size)
@@ -414,22 +437,54 @@ def _of(found: ContextExchanges, eqn: Equation) -> Exchange:
     return found.equations.setdefault(eqn.outvars[0], Exchange())
 
 
-def _refuse_loops(classes: DimClasses, program: ProgramDims, size: int) -> None:
-    """Raise if a loop goes through the positions one after the other."""
-    for eqn in program.jaxpr.eqns:
+def _find_scans(at: _Placing, found: ContextExchanges) -> None:
+    """Add loops through positions; raise if the devices cannot each go through their own."""
+    for eqn in at.program.jaxpr.eqns:
         if eqn.primitive.name != "scan":
             continue
         constants, carries = scan_counts(eqn)
-        for atom in eqn.invars[constants + carries :]:
-            if 0 in classes.positions(program, atom):
-                raise _one_by_one(eqn, size)
+        rows = [0 in at.classes.positions(at.program, x) for x in eqn.invars[constants + carries :]]
+        if not any(rows):
+            continue
+        if not all(rows) or eqn.params["reverse"] or not _scales_and_adds(eqn):
+            raise _one_by_one(eqn, found.size)
+        if eqn.params["length"] % found.size:
+            why = f"its {eqn.params['length']} steps are not divisible by {found.size}"
+            raise _one_by_one(eqn, found.size, why)
+        # What each device adds to a state and how it scales it, and the gradients of its first.
+        nbytes = found.size * sum(map(at.nbytes, eqn.outvars[:carries]))
+        sent = ("all-gather", 2 * nbytes, True), ("all-gather", nbytes, False)
+        module = module_of(name_stack(eqn)) or at.program.path
+        assert isinstance(found.scans, dict)
+        states = tuple(PartitionSpec(*at.gathered(v)) for v in eqn.outvars[:carries])
+        found.scans[eqn.outvars[0]] = PassedStates(module, sent, at.program.times, states)
 
 
-def _one_by_one(eqn: Equation, size: int) -> UserError:
+def _scales_and_adds(eqn: Equation) -> bool:
+    """Whether a loop only scales the entries of its state and adds to them."""
+    jaxpr, (consts, carries) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
+    states = jaxpr.invars[consts : consts + carries]
+    # Which state a value is made of; -1 if it is made in another way.
+    made = {v: n for n, v in enumerate(states) if is_inexact(aval_of(v))}
+    for inner in jaxpr.eqns:
+        read = [made.get(atom) if isinstance(atom, Var) else None for atom in inner.invars]
+        of = {n for n in read if n is not None}
+        if not of:
+            continue
+        name = inner.primitive.name
+        scales = (name == "mul" and None in read) or (name == "div" and read[1] is None)
+        same = len(of) == 1 and (scales or name in ("add", "sub", "neg", "convert_element_type"))
+        same = same and is_inexact(aval_of(inner.outvars[0]))
+        made.update(dict.fromkeys(inner.outvars, of.pop() if same else -1))
+    after = [made.get(v) if isinstance(v, Var) else None for v in jaxpr.outvars[:carries]]
+    return after == list(range(carries))
+
+
+def _one_by_one(eqn: Equation, size: int, why: str = "") -> UserError:
     return UserError(
         f"{Setting('mesh.context', size)} cannot divide the rows of this model: it goes through "
         f"positions one after the other ({where(eqn)})",
-        why="each position waits for the one before it, so devices would wait for each other",
+        why=why or "each position waits for the one before it, and devices would for each other",
         fix=f"use {Setting('mesh.fsdp', size)} for these devices",
     )
 

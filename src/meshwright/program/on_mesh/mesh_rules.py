@@ -14,10 +14,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.mesh.axes import CONTEXT
-from meshwright.program.evaluate.evaluator import Environment, constrain, constrained
-from meshwright.program.evaluate.mesh_view import MeshView, axes_of
+from meshwright.program.evaluate.evaluator import (
+    Environment,
+    Evaluator,
+    constrain,
+    constrained,
+    scan_body,
+)
+from meshwright.program.evaluate.mesh_view import MeshView, axes_of, run_locally
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
+from meshwright.program.evaluate.widen import WIDE_RULES
 from meshwright.program.jaxpr.equations import (
     REARRANGES,
     Equation,
@@ -26,8 +33,9 @@ from meshwright.program.jaxpr.equations import (
     Var,
     aval_of,
     bind,
+    scan_counts,
 )
-from meshwright.program.kernels.context_attention import Exchange
+from meshwright.program.kernels.context_attention import Exchange, PassedStates
 from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.grouped_convolutions import grouped_layout, is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
@@ -259,6 +267,61 @@ class ExchangePositions:
         # Blocks save what they exchange, unless it is gathered: then they gather it again.
         is_part = specs and CONTEXT in axes_of(specs[-1:])
         return checkpoint_name(value, EXCHANGED) if is_part else value
+
+
+@dataclass(frozen=True, eq=False)
+class StateScans:
+    """Runs scans along positions whose state is scaled and added to.
+
+    Each device goes through its positions twice: from zero, which tells how they scale a state and
+    what they add to it, and from the state that the positions before them leave.
+
+    Attributes:
+        mesh: where the program runs.
+        scans: the scans, by first result.
+    """
+
+    mesh: MeshView
+    scans: Mapping[Var, PassedStates]
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate one of the scans; None for other equations."""
+        scan = self.scans.get(eqn.outvars[0]) if eqn.outvars else None
+        if scan is None:
+            return None
+        operands, (consts, carries) = env.operands(eqn), scan_counts(eqn)
+        states, xs = operands[consts : consts + carries], operands[consts + carries :]
+        others = [*operands[:consts], *xs]
+        # Constraints inside of the loop are those of whole arrays.
+        rules = () if env.evaluator.weights.casts else WIDE_RULES
+        inside = Environment(Evaluator(rules, numerics=env.evaluator.numerics), {})
+
+        def run(state: list[Value], others: Sequence[Value]) -> Any:
+            return lax.scan(
+                scan_body(eqn, list(others[:consts]), inside), state, list(others[consts:])
+            )
+
+        def effects(*others: Value) -> Any:
+            zeros, ones = ([make(x) for x in states] for make in (jnp.zeros_like, jnp.ones_like))
+            found = jax.jvp(lambda state: run(state, others)[0], (zeros,), (ones,))
+            return jax.tree.map(lambda x: x[None], found)
+
+        def results(*operands: Value) -> list[Value]:
+            return run([x[0] for x in operands[:carries]], operands[carries:])[1]
+
+        own = PartitionSpec(CONTEXT)
+        specs = [PartitionSpec() if n < consts else own for n in range(len(others))]
+        added, kept = run_locally(effects, others, specs, own, self.mesh)
+        firsts: list[Value] = []
+        for n, spec in enumerate(scan.states):
+            whole = self.mesh.sharding(PartitionSpec(None, *spec))
+            before = [states[n]]
+            for scale, more in zip(*(constrain(x[n], whole) for x in (kept, added)), strict=True):
+                before.append(scale * before[-1] + more)
+            states[n] = before.pop()
+            firsts.append(constrain(jnp.stack(before), whole))
+        ys = run_locally(results, [*firsts, *others], [own] * carries + specs, own, self.mesh)
+        return [*states, *ys]
 
 
 @dataclass(frozen=True, eq=False)
