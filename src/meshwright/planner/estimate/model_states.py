@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from meshwright.config.schema import Precision
+from meshwright.config.schema import Precision, ShardingConfig
 from meshwright.errors import UserError
 from meshwright.ledgers.placed_program import (
     PlacedEvent,
@@ -26,10 +26,10 @@ from meshwright.plan import Plan
 from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
 from meshwright.planner.workload.sizes import LeafShares
 from meshwright.program.dims.classes import DimClasses
-from meshwright.program.kernels.context_attention import AttentionLayouts, find_exchanges
-from meshwright.program.on_mesh.sharding_constraints import activation_layouts
+from meshwright.program.kernels.context_attention import AttentionLayouts
+from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.trace.layout import Layout
-from meshwright.sharding.decide import place_leaves
+from meshwright.sharding.decide import decide, place_leaves
 from meshwright.sharding.placement import Placement
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
 from meshwright.step.optimizer import FlatOptimizer
@@ -66,21 +66,32 @@ class ModelStates:
         """Return what operations of a plan send over its tensor axis."""
         return self._events(plan.precision, _blocks_or_stages(plan), plan.size("tensor"))
 
-    def exchanges(self, plan: Plan) -> list[AttentionLayouts]:
+    def exchanges(self, plan: Plan, platform: str) -> list[AttentionLayouts]:
         """Return what attention sends over the context axis of a plan."""
-        blocks, tensor = _blocks_or_stages(plan), plan.size("tensor")
-        return self.attention(plan.precision, blocks, tensor, plan.size(CONTEXT))
+        blocks, sizes = (
+            self._programs.traced_blocks(plan),
+            (plan.size("tensor"), plan.size(CONTEXT)),
+        )
+        search = KernelSearch(plan.kernels, platform, planned=True)
+        return self.attention(plan.precision, blocks, *sizes, search)
 
     def _find_attention(
-        self, precision: Precision, blocks: Blocks | None, tensor: int, context: int
+        self,
+        precision: Precision,
+        blocks: Blocks,
+        tensor: int,
+        context: int,
+        search: KernelSearch | None = None,
     ) -> list[AttentionLayouts]:
         if context == 1:
             return []
-        classes = self._programs.classes(precision, blocks)
-        sharded = self._tensor(precision, blocks, tensor).sharded_dim
-        layout = activation_layouts(classes, {}, sharded, context)
+        traced, classes = (
+            self._programs.traced(precision, blocks),
+            self._programs.classes(precision, blocks),
+        )
         sizes = {"tensor": tensor, CONTEXT: context}
-        return list(find_exchanges(classes, layout, sizes).attention.values())
+        decision = decide(traced, sizes, ShardingConfig(), search=search, classes=classes)
+        return list(decision.exchanges.attention.values())
 
     def _find_events(
         self, precision: Precision, blocks: Blocks | None, size: int
