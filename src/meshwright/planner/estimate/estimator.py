@@ -138,7 +138,8 @@ class Estimator:
     def row_obstacle(self, sizes: Mapping[str, int]) -> str:
         """Return why a context axis cannot divide the model's rows; empty if it can."""
         try:
-            self._states.attention(self._precision, "scan", sizes["tensor"], sizes[CONTEXT])
+            own = tuple((axis, sizes[axis]) for axis in ("tensor", CONTEXT))
+            self._states.attention(self._precision, "scan", own)
         except UserError as error:
             return error.what
         return ""

@@ -68,29 +68,18 @@ class ModelStates:
 
     def exchanges(self, plan: Plan, platform: str) -> list[AttentionLayouts]:
         """Return what attention sends over the context axis of a plan."""
-        blocks, sizes = (
-            self._programs.traced_blocks(plan),
-            (plan.size("tensor"), plan.size(CONTEXT)),
-        )
+        if plan.size(CONTEXT) == 1:
+            return []
+        sizes = ("tensor", plan.size("tensor")), (CONTEXT, plan.size(CONTEXT))
         search = KernelSearch(plan.kernels, platform, planned=True)
-        return self.attention(plan.precision, blocks, *sizes, search)
+        return self.attention(plan.precision, self._programs.traced_blocks(plan), sizes, search)
 
     def _find_attention(
-        self,
-        precision: Precision,
-        blocks: Blocks,
-        tensor: int,
-        context: int,
-        search: KernelSearch | None = None,
+        self, precision: Precision, blocks: Blocks, sizes: Any, search: KernelSearch | None = None
     ) -> list[AttentionLayouts]:
-        if context == 1:
-            return []
-        traced, classes = (
-            self._programs.traced(precision, blocks),
-            self._programs.classes(precision, blocks),
-        )
-        sizes = {"tensor": tensor, CONTEXT: context}
-        decision = decide(traced, sizes, ShardingConfig(), search=search, classes=classes)
+        traced = self._programs.traced(precision, blocks)
+        known, whole = self._programs.classes(precision, blocks), ShardingConfig()
+        decision = decide(traced, dict(sizes), whole, search=search, classes=known)
         return list(decision.exchanges.attention.values())
 
     def _find_events(
