@@ -23,7 +23,6 @@ from meshwright.cli.commands import COMMANDS
 from meshwright.cli.main import main
 from meshwright.config.describe import describe_keys, settings_page
 from meshwright.config.groups import group_options
-from meshwright.mesh.rows_drawing import Rows
 from meshwright.mesh.svg_drawing import mesh_svg
 
 __all__ = ["quick_compilation"]
@@ -255,7 +254,7 @@ def test_the_picture_of_the_mesh_is_what_inspect_draws():
     drawing = mesh_svg(mw.build_mesh({"fsdp": 4, "tensor": 2}))
     assert (ROOT / "docs" / "mesh.svg").read_text() == drawing
     # As on the page: rows of 128 positions, 8 samples a step.
-    rows = mesh_svg(mw.build_mesh({"data": 2, "context": 4}), Rows(8, 128))
+    rows = mesh_svg(mw.build_mesh({"data": 2, "context": 4}), (8, 128))
     assert (ROOT / "docs" / "context.svg").read_text() == rows
 
 

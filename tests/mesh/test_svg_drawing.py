@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import Mesh
 
 from meshwright.mesh.build import abstract_mesh, build_mesh
-from meshwright.mesh.rows_drawing import Rows
 from meshwright.mesh.svg_drawing import mesh_svg
 
 pytestmark = pytest.mark.quick
@@ -133,9 +132,9 @@ def test_axis_names_are_escaped(cluster):
 
 def test_rows_are_drawn_by_replica_and_part_with_the_devices_that_hold_them():
     mesh = abstract_mesh({"fsdp": 2, "context": 2, "tensor": 2})
-    drawn = re.findall(r">([^<]*)</text>", mesh_svg(mesh, Rows(samples=2, positions=127)))
+    drawn = re.findall(r">([^<]*)</text>", mesh_svg(mesh, (2, 127)))
     first, second = drawn.index("sample 0"), drawn.index("sample 1")
     assert drawn[first:second] == ["sample 0", "0–63", "devices 0–1", "64–126", "devices 4–5"]
     assert drawn[second + 1 :] == ["0–63", "devices 2–3", "64–126", "devices 6–7"]
-    large = mesh_svg(abstract_mesh({"data": 16, "context": 16}), Rows(16, 2**17))
+    large = mesh_svg(abstract_mesh({"data": 16, "context": 16}), (16, 2**17))
     assert "8 of 16 replicas, 8 of 16 parts of a row" in large

@@ -149,7 +149,7 @@ def _rows_of(assembled: Assembled) -> Rows | None:
     """Return what a context axis divides; None without one."""
     lengths = [placed.length for placed in assembled.decision.exchanges.attention.values()]
     samples = assembled.plan.batch.global_batch_size
-    return Rows(samples, max(lengths)) if lengths else None
+    return (samples, max(lengths)) if lengths else None
 
 
 def _kernels(assembled: Assembled) -> Iterator[RenderableType]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from meshwright.mesh.axes import BATCH_AXES, CONTEXT
@@ -14,20 +12,16 @@ _WIDTH, _HEIGHT, _SPACE, _LABEL, _LINE = 118, 40, 6, 104, 20
 _MOST = 8
 """Replicas, and parts of a row, that are drawn."""
 
-
-class Rows(NamedTuple):
-    """What is divided: the samples of a step, and the positions of each."""
-
-    samples: int
-    positions: int
+Rows = tuple[int, int]
+"""What is divided: the samples of a step, and the positions of each."""
 
 
 def draw_rows(painter: SvgPainter, picture: Picture, rows: Rows, top: float) -> tuple[float, float]:
     """Draw a line for each replica, with a cell for each part of its rows; return width and end."""
     devices = _by_part(picture)
-    replicas, parts, _ = devices.shape
-    samples, own = rows.samples // replicas, -(-rows.positions // parts)
-    painter.label(MARGIN, top, f"rows of {rows.positions:,} positions: what devices hold", "axis")
+    (replicas, parts, _), (samples, length) = devices.shape, rows
+    samples, own = samples // replicas, -(-length // parts)
+    painter.label(MARGIN, top, f"rows of {length:,} positions: what devices hold", "axis")
     top += 0.7 * _LINE
     shown = devices[:_MOST, :_MOST]
     for (replica, part), _ in np.ndenumerate(shown[:, :, 0]):
@@ -38,11 +32,10 @@ def draw_rows(painter: SvgPainter, picture: Picture, rows: Rows, top: float) -> 
             painter.label(x - 12, y + _HEIGHT / 2 + 4, f"{noun} {held}", "at end")
         ids = [picture.ids[index] for index in shown[replica, part]]
         noun = "device" if len(ids) == 1 else "devices"
-        first = part * own
-        where = _span(first, min(own, rows.positions - first))
-        box = (x, y, _WIDTH, _HEIGHT)
+        where = _span(part * own, min(own, length - part * own))
         texts = (18, where, "id long"), (32, f"{noun} {id_ranges(ids)}", "number")
-        painter.cell(box, picture.cell(int(shown[replica, part, 0])), *texts, radius=6)
+        cell = picture.cell(int(shown[replica, part, 0]))
+        painter.cell((x, y, _WIDTH, _HEIGHT), cell, *texts, radius=6)
     end = top + len(shown) * (_HEIGHT + _SPACE) + _LINE
     if shown.shape[:2] != (replicas, parts):
         drawn = f"{len(shown)} of {replicas} replicas, {shown.shape[1]} of {parts} parts of a row"

@@ -138,7 +138,8 @@ class Estimator:
     def row_obstacle(self, sizes: Mapping[str, int]) -> str:
         """Return why a context axis cannot divide the model's rows; empty if it can."""
         try:
-            self._states.attention(self._precision, "scan", sizes["tensor"], sizes[CONTEXT])
+            own = tuple((axis, sizes[axis]) for axis in ("tensor", CONTEXT))
+            self._states.attention(self._precision, "scan", own)
         except UserError as error:
             return error.what
         return ""
@@ -237,7 +238,7 @@ class Estimator:
             state.weights,
             self._states.events(plan),
             plan,
-            attention=self._states.exchanges(plan),
+            attention=self._states.exchanges(plan, case.variant.platform),
             scale=plan.batch.micro_batch_size / SAMPLES,
             num_blocks=self._programs.num_blocks,
             messages=messages,
@@ -335,7 +336,8 @@ class Estimator:
         whole, blocks = self._peaks[key], program.blocks
         if plan.size("pipe") == 1:
             whole = _with(whole, "activations", self._held_twice(case, program, sizes))
-            whole = _with(whole, *_other_keys(plan, self._states.exchanges(plan)))
+            exchanges = self._states.exchanges(plan, case.variant.platform)
+            whole = _with(whole, *_other_keys(plan, exchanges))
             added = 0.0 if _sums_in_place(plan) else _part_sums(program, sizes)
             return _with(whole, "working", added)
         if blocks is None:

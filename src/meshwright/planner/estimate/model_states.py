@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from meshwright.config.schema import Precision
+from meshwright.config.schema import Precision, ShardingConfig
 from meshwright.errors import UserError
 from meshwright.ledgers.placed_program import (
     PlacedEvent,
@@ -26,10 +26,10 @@ from meshwright.plan import Plan
 from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
 from meshwright.planner.workload.sizes import LeafShares
 from meshwright.program.dims.classes import DimClasses
-from meshwright.program.kernels.context_attention import AttentionLayouts, find_exchanges
-from meshwright.program.on_mesh.sharding_constraints import activation_layouts
+from meshwright.program.kernels.context_attention import AttentionLayouts
+from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.trace.layout import Layout
-from meshwright.sharding.decide import place_leaves
+from meshwright.sharding.decide import decide, place_leaves
 from meshwright.sharding.placement import Placement
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
 from meshwright.step.optimizer import FlatOptimizer
@@ -66,21 +66,21 @@ class ModelStates:
         """Return what operations of a plan send over its tensor axis."""
         return self._events(plan.precision, _blocks_or_stages(plan), plan.size("tensor"))
 
-    def exchanges(self, plan: Plan) -> list[AttentionLayouts]:
+    def exchanges(self, plan: Plan, platform: str) -> list[AttentionLayouts]:
         """Return what attention sends over the context axis of a plan."""
-        blocks, tensor = _blocks_or_stages(plan), plan.size("tensor")
-        return self.attention(plan.precision, blocks, tensor, plan.size(CONTEXT))
+        if plan.size(CONTEXT) == 1:
+            return []
+        sizes = ("tensor", plan.size("tensor")), (CONTEXT, plan.size(CONTEXT))
+        search = KernelSearch(plan.kernels, platform, planned=True)
+        return self.attention(plan.precision, self._programs.traced_blocks(plan), sizes, search)
 
     def _find_attention(
-        self, precision: Precision, blocks: Blocks | None, tensor: int, context: int
+        self, precision: Precision, blocks: Blocks, sizes: Any, search: KernelSearch | None = None
     ) -> list[AttentionLayouts]:
-        if context == 1:
-            return []
-        classes = self._programs.classes(precision, blocks)
-        sharded = self._tensor(precision, blocks, tensor).sharded_dim
-        layout = activation_layouts(classes, {}, sharded, context)
-        sizes = {"tensor": tensor, CONTEXT: context}
-        return list(find_exchanges(classes, layout, sizes).attention.values())
+        traced = self._programs.traced(precision, blocks)
+        known, whole = self._programs.classes(precision, blocks), ShardingConfig()
+        decision = decide(traced, dict(sizes), whole, search=search, classes=known)
+        return list(decision.exchanges.attention.values())
 
     def _find_events(
         self, precision: Precision, blocks: Blocks | None, size: int

@@ -15,7 +15,7 @@ from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import Equation, aval_of, bind, name_stack
 from meshwright.program.jaxpr.names import module_of
 
-_LARGEST_CONSTANT = 1 << 16
+_LARGEST_CONSTANT = 2**21
 """Elements of the largest constant that is computed."""
 _ROUNDING = 1e-5
 
