@@ -35,11 +35,8 @@ def test_the_name_of_a_parameter_tells_the_forms_apart():
     made.processes.close()
 
 
-@pytest.mark.parametrize(
-    "function", [troubled, pytest.param(troubled_groups, marks=pytest.mark.full)]
-)
-def test_what_goes_wrong_costs_its_own_sample(function):
-    made = read_rewards({"odd": function}, seconds=0.5, processes=2)
+def test_what_goes_wrong_costs_its_own_sample():
+    made = read_rewards({"odd": troubled}, seconds=0.5, processes=2)
     scored = made.score(groups(TROUBLES))
     assert [math.isnan(value) for value in scored.values[:, 0]] == [
         False, True, True, True, True, False,
@@ -50,12 +47,21 @@ def test_what_goes_wrong_costs_its_own_sample(function):
     made.processes.close()
 
 
-def test_too_few_numbers_are_noticed_in_process():
-    made = read_rewards(lambda completions: troubled_groups(completions))
-    scored = made.score(groups(["few", "fine"]))
-    assert np.isnan(scored.values[0, 0])
-    assert scored.values[1, 0] == 1
-    assert "it returned 0 numbers for 1 completion" in scored.warnings()[0]
+def test_a_reward_of_groups_is_called_once_and_loses_the_group():
+    calls = []
+
+    def ranked(completions):
+        calls.append(list(completions))
+        return troubled_groups(completions)
+
+    scored = read_rewards(ranked).score(groups(["few", "fine"], ["fine", "nan"], ["fine"]))
+    assert calls == [["few", "fine"], ["fine", "nan"], ["fine"]]
+    np.testing.assert_equal(scored.values[:, 0], [math.nan, math.nan, 1, math.nan, 1])
+    assert "failed for 3 of 5 completions" in scored.warnings()[0]
+    assert "it returned 1 number for 2 completions" in scored.warnings()[0]
+    scored.check()
+    with pytest.raises(UserError, match="fails for every completion"):
+        read_rewards(ranked).score(groups(["few", "fine"])).check()
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
         report("rewards")
         groups, scored = completer.score(columns, rows)
     rewards.processes.close()
+    scored.check()
     for text in filter(None, [rewards.note, *scored.warnings()]):
         output.say(text)
     least = decimal(arguments, "--threshold")

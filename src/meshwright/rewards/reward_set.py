@@ -48,6 +48,12 @@ class Scored(NamedTuple):
     values: NDArray[np.float64]
     problems: dict[str, tuple[int, str]]
 
+    def check(self) -> None:
+        """Refuse a function that failed for every completion."""
+        for name, (count, problem) in self.problems.items():
+            if count == len(self.values):
+                raise UserError(f"the reward {name} fails for every completion", why=problem)
+
     def warnings(self) -> list[str]:
         """Say which functions failed, how often and why."""
         return [
@@ -86,9 +92,9 @@ class RewardSet:
     """Several reward functions with weights.
 
     Importable functions are called in processes with a time limit, others in this process. A
-    function of ``completions`` is called once for each prompt, one of ``completion`` once for each
-    completion. A call for several completions that fails is made again for each of them, so that
-    only those that fail alone are lost.
+    function of ``completions`` is called once for each prompt: if the call fails, all of them are
+    lost. One of ``completion`` is called once for each completion. If a process ends or takes too
+    long, its calls are made again one by one, so that only those that fail alone are lost.
 
     Attributes:
         functions: the functions.
@@ -146,17 +152,16 @@ class RewardSet:
             for (f, g, pieces), found in zip(todo, self._run(todo, groups), strict=True):
                 # Which of several calls a process hung in is not known.
                 answers = [(None, found)] * len(pieces) if isinstance(found, str) else found
+                if isinstance(found, str) and len(pieces) > 1:
+                    again += [(f, g, [which]) for which in pieces]
+                    continue
                 for which, (numbers, problem) in zip(pieces, answers, strict=True):
-                    problem = problem or _wrong(numbers, len(which))
-                    if not problem:
-                        values[starts[g] + np.array(which), f] = numbers
-                    elif len(which) > 1 or (len(pieces) > 1 and isinstance(found, str)):
-                        one_by_one: list[_Todo] = [(f, g, [[n]]) for n in which]
-                        again += one_by_one
-                    else:
-                        name = self.functions[f].name
+                    own, problem = _checked(numbers, len(which), problem)
+                    values[starts[g] + np.array(which), f] = own
+                    if problem:
+                        name, lost = self.functions[f].name, int(np.isnan(own).sum())
                         count, first = problems.get(name, (0, problem))
-                        problems[name] = (count + 1, first)
+                        problems[name] = (count + lost, first)
             todo = again
         return Scored(values, problems)
 
@@ -262,10 +267,14 @@ def _imported(function: Reward) -> str | None:
         return None
 
 
-def _wrong(values: list[float] | None, count: int) -> str:
-    """Say what is wrong with what a function returned; empty if nothing is."""
-    if values is None or len(values) != count:
+def _checked(
+    values: list[float] | None, count: int, problem: str
+) -> tuple[NDArray[np.float64], str]:
+    """Return what a function returned, NaN where it is of no use, and why."""
+    if problem or values is None or len(values) != count:
         found = 0 if values is None else len(values)
-        return f"it returned {counted(found, 'number')} for {counted(count, 'completion')}"
+        why = f"it returned {counted(found, 'number')} for {counted(count, 'completion')}"
+        return np.full(count, math.nan), problem or why
     bad = next((value for value in values if not math.isfinite(value)), None)
-    return "" if bad is None else f"it returned {bad}"
+    own = np.array(values, np.float64)
+    return np.where(np.isfinite(own), own, math.nan), "" if bad is None else f"it returned {bad}"

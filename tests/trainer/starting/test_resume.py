@@ -342,3 +342,12 @@ def test_an_optimizer_that_remembers_the_initial_parameters(tmp_path):
             lambda p, g, p0: p - 0.3 * (g + 0.5 * (p - p0)), params, gradient, start
         )
     np.testing.assert_allclose(trained.kernel[...], params["kernel"][...], rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_that_learns_from_rewards_keeps_them():
+    before = {"grpo": {"rewards": ["a"], "reward_seconds": 1}, "generation": {"temperature": 0.9}}
+    now = {"grpo": {"rewards": ["b"], "reward_seconds": 2}, "generation": {"temperature": 0.5}}
+    assert config_changes(before, now) == [
+        "grpo.rewards was ['a'] and is ['b']",
+        "generation.temperature was 0.9 and is 0.5",
+    ]

@@ -116,6 +116,12 @@ class Rollouts:
                     report("log-probabilities of the reference")
                     batch["reference_log_probs"] = self._reference_log_probs(batch)
             self._learn_from(batch, values)
+        if number == 0 and not batch["varied"].any():
+            text = (
+                "the completions of each prompt have the same reward, so this step learns nothing: "
+                "start from a model that is right now and then, or reward parts of an answer"
+            )
+            self.tracker.event("warning", 0, text, {})
         self._write(number, columns, rows, batch, values)
         if self.task.num_iterations > 1:
             self.files.keep(number, batch)
@@ -177,9 +183,7 @@ class Rollouts:
         _, scored = self.completer.score(columns, rows)
         for text in scored.warnings():
             self.tracker.event("warning", number * self.task.num_iterations, text, {})
-        for name, (count, problem) in scored.problems.items():
-            if count == len(rows):
-                raise UserError(f"the reward {name} fails for every completion", why=problem)
+        scored.check()
         return scored.values
 
     def _batch(self, rows: list[Row]) -> HostBatch:

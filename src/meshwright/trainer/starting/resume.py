@@ -37,12 +37,15 @@ from meshwright.trainer.run_dir import refuse_locked
 from meshwright.trainer.trained.base_weights import find_base
 
 FIXED = (
-    "model", "task", "data", "optimizer", "precision",
+    "model", "task", "data", "optimizer", "precision", "grpo", "generation",
     "run.seed", "training.mixed_precision", "training.ema_decay",
 )  # fmt: skip
 """Sections of a config that affect results on any mesh; a resumed run must keep them."""
 
-_CHANGEABLE = ("model.mesh_shape", "data.workers", "data.prefetch", "data.cache_dir")
+_CHANGEABLE = (
+    "model.mesh_shape", "data.workers", "data.prefetch", "data.cache_dir",
+    "grpo.reward_seconds", "grpo.reward_processes", "generation.generation_batch_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
