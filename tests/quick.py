@@ -32,7 +32,8 @@ def compile_quickly(monkeypatch):
     def jit(*args, **kwargs):
         caller = sys._getframe(1).f_globals["__name__"]
         # Libraries mark functions that run inside of others, where options are refused.
-        own = caller.startswith("meshwright") and not caller.startswith("meshwright.distributed")
+        inside = ("meshwright.distributed", "meshwright.program.kernels.fused_attention")
+        own = caller.startswith("meshwright") and not caller.startswith(inside)
         options = {"compiler_options": quick_options()} if own else {}
         return compiled(*args, **{**kwargs, **options})
 

@@ -89,7 +89,7 @@ MESH_AXES = {
             place=2,
             kind="context parallel",
             does="divides the positions of each row",
-            sends="what attention exchanges between positions over context",
+            sends="exchanges of positions over context",
             shards_model=False,
             remedy=lambda: f"longer rows, or fewer parts of a row ({Setting('mesh.context')})",
         ),

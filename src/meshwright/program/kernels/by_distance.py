@@ -32,8 +32,9 @@ class _Form(NamedTuple):
 def is_by_distance(program: ClosedJaxpr, row: int, column: int) -> bool:
     """Whether the value of a program is the same wherever the difference of two indices is."""
     (form,) = _results(program, ())
-    known = form is not None and form.weights.keys() <= {row, column}
-    return known and sum(form.weights.values()) == 0
+    if form is None or not form.weights.keys() <= {row, column}:
+        return False
+    return sum(form.weights.values()) == 0
 
 
 def _results(program: ClosedJaxpr, operands: Sequence[_Form | None]) -> Sequence[_Form | None]:
