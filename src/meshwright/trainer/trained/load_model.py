@@ -28,7 +28,6 @@ from meshwright.program.trace.adapters import merge_adapters
 from meshwright.program.trace.build_model import ModelSource, describe_model, initial_values
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
-from meshwright.runtime.other_names import also_called
 from meshwright.runtime.user_code import is_users_file
 from meshwright.step.assemble import set_eval_mode
 from meshwright.step.average import no_average
@@ -42,7 +41,6 @@ from meshwright.weights.match import find_weights
 from meshwright.weights.peft_folder import PEFT_CONFIG
 
 
-@also_called(update="step")
 def load_model(
     run: str | Path,
     *,
