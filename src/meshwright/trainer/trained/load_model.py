@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshwright.checkpoint import CheckpointReader, find_store
-from meshwright.checkpoint.array_paths import as_named_now
 from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged, missing_folder
 from meshwright.checkpoint.export import Which, choose_checkpoint, read_groups
 from meshwright.checkpoint.reader import FOLDER
@@ -122,7 +121,6 @@ def read_leaves(
             dtypes = {leaf.path: leaf.dtype for leaf in leaves}
             merged = merge_adapters(base.adapters, saved, dtypes) if adapters else saved
             saved = without_factors(merged)
-    saved = as_named_now(saved, need)
     differences = describe_differences({p: a.shape for p, a in saved.items()}, need)
     if differences:
         raise UserError(
