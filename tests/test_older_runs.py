@@ -1,4 +1,4 @@
-"""Runs that earlier versions left behind: read, exported, reported on, and resumed."""
+"""Runs that were kept: read, exported, reported on, and resumed; other formats are refused."""
 
 import json
 import shutil
@@ -12,12 +12,12 @@ from safetensors.numpy import load_file
 
 import meshwright as mw
 from meshwright.checkpoint import CheckpointReader
+from meshwright.checkpoint.metadata import FORMAT
 from meshwright.cli.main import main
 from meshwright.config.compose import compose_config, validate
 from meshwright.config.schema import Config
 from meshwright.plan import make_plan
 from meshwright.report import read_run
-from meshwright.runtime.other_names import with_current_keys
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -53,21 +53,6 @@ def test_the_parameters_are_those_that_were_saved():
     assert_same(statistics, {path: wanted[path] for path in statistics}, rtol=0)
 
 
-def test_former_words_for_a_step_are_accepted(tmp_path):
-    folder, wanted = FIXTURES / "noisy", mw.read_params(FIXTURES / "noisy", step=SAVED)
-    assert_same(mw.read_params(folder, update=SAVED), wanted, rtol=0)
-    for words in ((), ("--update", str(SAVED)), (f"--update={SAVED}",), ("--step", str(SAVED))):
-        assert main(["export", str(folder), str(tmp_path / "a.safetensors"), *words]) == 0
-    mw.export_safetensors(folder, tmp_path / "b.safetensors", update=SAVED)
-    assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
-    with pytest.raises(mw.UserError, match="got both step= and update="):
-        mw.read_params(folder, update=SAVED, step=SAVED)
-    for call in (mw.load_model, lambda run, **asked: mw.export_hf(run, tmp_path / "hf", **asked)):
-        with pytest.raises(mw.UserError, match=r"no checkpoint of step 7|checkpoints/7 is damaged"):
-            call(folder, update=7)
-    assert mw.StopReason.ALL_UPDATES is mw.StopReason.ALL_STEPS
-
-
 def test_an_export_holds_parameters_and_statistics(tmp_path):
     assert main(["export", str(FIXTURES / "noisy"), str(tmp_path / "noisy.safetensors")]) == 0
     statistics = mw.read_params(FIXTURES / "noisy", statistics=True)
@@ -79,8 +64,7 @@ def test_a_checkpoint_says_where_it_comes_from():
     said = reader.metadata(SAVED)
     assert reader.steps() == [SAVED]
     assert reader.best() == SAVED
-    assert reader.checksums(SAVED) is None
-    assert (said.step, said.seed, said.global_batch_size, said.format) == (SAVED, 3, 8, 1)
+    assert (said.step, said.seed, said.global_batch_size, said.format) == (SAVED, 3, 8, FORMAT)
     assert said.config == yaml.safe_load((FIXTURES / "gpt" / "config.yaml").read_text())
     assert said.versions["meshwright"] == "0.1.0"
     assert said.plan["mesh"] == {"fsdp": 2, "tensor": 2}
@@ -108,9 +92,30 @@ def test_a_page_shows_the_run(copied):
     assert "older_runs" in page
     run = read_run(folder)
     assert (run["result"]["steps"], run["facts"]["flops_per_step"]) == (SAVED, 786432)
-    assert [event["step"] for event in run["events"]] == [SAVED, SAVED]
+    assert [event["step"] for event in run["events"]] == [0, SAVED, SAVED]
     assert {x for curve in run["curves"] for x, _ in curve["points"]} == {1, SAVED}
     assert "blocks.0.mlp.up.kernel" in page
+
+
+@pytest.mark.parametrize("found", [FORMAT - 1, FORMAT + 1, None])
+def test_a_checkpoint_of_another_format_is_refused_and_stays(copied, capfd, found):
+    folder = copied("gpt")
+    checkpoint = folder / "checkpoints" / str(SAVED)
+    file = checkpoint / "passport" / "metadata"
+    values = {k: v for k, v in json.loads(file.read_bytes()).items() if k != "format"}
+    file.write_text(json.dumps(values if found is None else values | {"format": found}))
+    # The format is believed if the checksums, which not every format need have, do not object.
+    shutil.rmtree(checkpoint / "checksums")
+    train = ["train", *GPT, "mesh.fsdp=2", "training.steps=4", f"hydra.run.dir={folder}"]
+    for words in (["check", str(folder)], ["export", str(folder), "a.safetensors"], train):
+        assert main(words) == 2
+        said = capfd.readouterr().err
+        assert f"the checkpoint {checkpoint} has another format" in said
+        assert f"its format is {found or 'not known'}, and this version" in said
+        assert f"reads format {FORMAT} only" in said
+        assert "start a new run with hydra.run.dir=" in said
+        assert "Traceback" not in said
+    assert checkpoint.is_dir()
 
 
 @pytest.mark.parametrize(
@@ -128,18 +133,13 @@ def test_the_command_line_goes_on(copied, mesh):
     assert main(["train", *overrides]) == 0
     lines = read_lines(folder / "metrics.jsonl")
     assert lines[: len(before)] == before
-    # The lines from before have the key of their version; those from now on today's.
-    assert [key for line in lines for key in line if key in ("update", "step")] == (
-        ["update"] * len(before) + ["step"] * (len(lines) - len(before))
-    )
-    lines = list(map(with_current_keys, lines))
     train = {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
     np.testing.assert_allclose([train[u] for u in (1, 2, 3, 4)], losses, rtol=2e-5)
     assert [line["step"] for line in lines if line["split"] == "eval"] == [2, 4]
     assert_same(mw.read_params(folder), arrays, rtol=1e-4, atol=1e-6)
     events = read_lines(folder / "events.jsonl")
     assert [event["step"] for event in events if event["kind"] == "resume"] == [SAVED]
-    assert CheckpointReader(folder / "checkpoints").metadata(RESUMED).format == 3
+    assert CheckpointReader(folder / "checkpoints").metadata(RESUMED).format == FORMAT
 
 
 def test_a_changed_setting_is_still_recognized(copied, capfd):
@@ -153,7 +153,6 @@ def test_a_finished_run_is_restored_whole(copied):
     folder = copied("noisy")
     result = fit_noisy(folder, SAVED, mesh="data=2,fsdp=2", count=4)
     assert (result.steps, result.losses) == (SAVED, {})
-    assert (result.updates, result.updates_before) == (result.steps, result.steps_before)
     found = everything(result)
     assert {"counters/step", "counters/scale", "counters/good_steps"} <= set(found)
     assert_same(found, expected("noisy", SAVED)[1], rtol=0)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tokenizer_folders import BOS, DONE, END_OF_TEXT, FOLDERS, NAMES, make_folder
+from tokenizer_folders import BOS, DONE, FOLDERS, NAMES, make_folder
 from tokenizers import Tokenizer
 
 from meshwright.data.jsonl import JsonLines
@@ -145,20 +145,6 @@ def test_a_token_that_only_the_config_names_is_added_as_transformers_adds_it(tmp
 def test_files_that_cannot_be_understood_are_refused(tmp_path, files, said):
     with pytest.raises(UserError, match=said):
         load_tokenizer(str(make_folder(tmp_path / "f", **files)))
-
-
-def test_tokens_of_an_earlier_version_are_kept_apart_and_told(tmp_path, read):
-    folder = make_folder(tmp_path / "f", template="<bos> $A", truncation=3, tokenizer_config=NAMES)
-    take_origins()
-    before = read(folder, token_version=1)
-    assert before == [[5, 6, 7, END_OF_TEXT], [8, 9, END_OF_TEXT], [5, 6, 7, END_OF_TEXT]]
-    assert take_origins()[1] == (
-        "this run goes on with the tokens it began with, where documents end with <|endoftext|> "
-        "(3), known by its name only, cut or padded by the tokenizer; in a new run, documents "
-        "start with <bos> (1) and end with <|done|> (2), the eos_token of tokenizer_config.json"
-    )
-    assert read(folder)[0] == [BOS, 5, 6, 7, 8, 9, DONE]
-    assert read(folder, token_version=1) == before
 
 
 def test_an_edited_end_token_has_tokens_of_its_own(tmp_path, read):

@@ -1,7 +1,6 @@
 """The shares of a ledger that overlap with computing, against those counted by hand."""
 
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from meshwright.compiled.compile_program import CompiledProgram
 from meshwright.compiled.disk_cache import ProgramFacts
 from meshwright.compiled.memory import MemoryUse
 from meshwright.config.batch import solve_batch
-from meshwright.ledgers import Ledger, read_ledger
+from meshwright.ledgers import read_ledger
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 
@@ -140,14 +139,3 @@ def test_stages_count_what_they_send():
     assert permutes.sent_bytes == (4 + 10) * 256
     assert permutes.overlapped_bytes == 4 * 256
     assert "29% of permutes" in str(ledger)
-
-
-def test_a_ledger_of_an_earlier_version_is_read(fsdp):
-    values = json.loads(on_gpus(fsdp, TICKS.replace("=4", "=8")).model_dump_json())
-    for name in ("not_overlapped", "overlap_unknown"):
-        del values[name]
-    for name in ("overlapped_bytes", "overlapped", "overlap"):
-        del values["axes"]["fsdp"][name]
-    earlier = Ledger.model_validate(values)
-    assert earlier.axes["fsdp"].overlapped is None
-    assert str(earlier).splitlines()[2].endswith("–")

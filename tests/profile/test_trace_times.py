@@ -81,9 +81,9 @@ def profiled(tmp_path_factory):
     x = jax.device_put(np.ones((16, 64), "float32"), NamedSharding(mesh, PartitionSpec("fsdp")))
     w = jax.device_put(np.ones((64, 64), "float32"), place)
     compiled = run.lower(x, w).compile()
-    profiler = Profiler(tmp_path_factory.mktemp("profile"), updates=3)
+    profiler = Profiler(tmp_path_factory.mktemp("profile"), steps=3)
     profiler.start(compiled(x, w))
-    for _ in range(profiler.updates):
+    for _ in range(profiler.steps):
         out = compiled(x, w)
     profiler.stop(out)
     return profiler, mesh, compiled
@@ -108,7 +108,7 @@ def test_a_real_trace_names_every_collective_of_every_device(profiled):
 
 def test_without_the_program_kinds_are_still_known(profiled):
     profiler, mesh, _ = profiled
-    profile = read_profile(profiler.trace, mesh, None, updates=profiler.steps)
+    profile = read_profile(profiler.trace, mesh, None, steps=profiler.steps)
     assert [(c.axis, c.kind, c.count) for c in profile.collectives] == [
         ("unknown", "all-reduce", 5)
     ]

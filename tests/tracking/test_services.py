@@ -89,18 +89,6 @@ def test_wandb_gets_project_settings_metrics_and_result(wandb, tmp_path):
     assert (run.summary, run.code) == ({"steps": 5}, 0)
 
 
-def test_wandb_keeps_the_word_for_a_step_of_a_run_that_an_earlier_version_began(wandb, tmp_path):
-    begun = FakeWandbRun()
-    begun.summary["update"] = 4
-    install_run = sys.modules["wandb"]
-    install_run.init = lambda **arguments: begun
-    tracker = WandbTracker(tmp_path)
-    tracker.start({})
-    tracker.log("train", 5, {"loss": 2.5})
-    assert begun.metric == ("*", "update")
-    assert begun.logged == [{"update": 5, "train/loss": 2.5}]
-
-
 def test_wandb_goes_on_with_the_run_of_the_same_folder_and_marks_failures(wandb, tmp_path):
     for folder in (tmp_path, tmp_path, tmp_path / "other"):
         tracker = WandbTracker(folder)

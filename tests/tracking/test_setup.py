@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 def test_files_and_lines_are_written_always_and_nothing_to_stdout(tmp_path, capfd):
-    trackers = make_trackers(TrackingConfig(), tmp_path, total_updates=2)
+    trackers = make_trackers(TrackingConfig(), tmp_path, total_steps=2)
     assert list(tmp_path.iterdir()) == []
     trackers.start({"project": "p", "plan": "data=8"})
     trackers.log("train", 1, {"loss": 2.5})

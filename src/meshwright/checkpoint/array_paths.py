@@ -1,14 +1,14 @@
-"""Arrays by canonical path: as `nnx.update` reads them, and as earlier versions named them."""
+"""Arrays by canonical path, as `nnx.update` reads them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import ItemsView, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import ItemsView
+from typing import Any
 
 import jax
 
-from meshwright.program.jaxpr.names import nest, older_path
+from meshwright.program.jaxpr.names import nest
 
 _READS_NESTED = "flax.nnx"
 
@@ -39,29 +39,3 @@ jax.tree_util.register_pytree_with_keys(
     ),
     lambda paths, arrays: ArraysByPath(zip(paths, arrays, strict=True)),
 )
-
-
-_Value = TypeVar("_Value")
-
-
-def names_on_disk(paths: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
-    """Return the name that each path has among the saved ones.
-
-    A name of earlier versions counts if it can stand for one path only.
-    """
-    paths, known = list(paths), set(saved)
-    names = {path: path for path in paths}
-    older: dict[str, list[str]] = {}
-    for path in paths:
-        if path not in known:
-            older.setdefault(older_path(path), []).append(path)
-    for name, meant in older.items():
-        if name in known and name not in names and len(meant) == 1:
-            names[meant[0]] = name
-    return names
-
-
-def as_named_now(saved: Mapping[str, _Value], paths: Iterable[str]) -> dict[str, _Value]:
-    """Return saved values by the paths of today; names that belong to no path stay."""
-    now = {name: path for path, name in names_on_disk(paths, saved).items()}
-    return {now.get(name, name): value for name, value in saved.items()}

@@ -15,15 +15,14 @@ from meshwright.runtime.activity import activity
 READ_ELEMENTS = 2**27
 """Elements that are read at a time, so that a checkpoint need not fit into memory."""
 
-Verdict = Literal["sound", "no checksums", "damaged", "set aside"]
+Verdict = Literal["sound", "damaged", "set aside"]
 
 
 @dataclass(frozen=True)
 class Checked:
     """The result of checking a checkpoint, of which so many arrays and bytes were read.
 
-    The verdict is sound; no checksums (readable, with nothing to compare); damaged; or set aside by
-    a run that found it damaged.
+    The verdict is sound, damaged, or set aside by a run that found it damaged.
     """
 
     step: int
@@ -56,14 +55,13 @@ def check_checkpoint(reader: CheckpointReader, step: int) -> Checked:
     arrays = size = 0
     try:
         with activity(f"reading step {step}"):
-            shapes, checksums = reader.shapes(step), reader.checksums(step)
-            for batch in _batches(shapes):
+            for batch in _batches(reader.shapes(step)):
                 for by_path in reader.read(step, batch).values():
                     arrays += len(by_path)
                     size += sum(array.nbytes for array in by_path.values())
     except DamagedCheckpoint as error:
         return Checked(step, arrays, size, "damaged", error.damage.problem)
-    return Checked(step, arrays, size, "no checksums" if checksums is None else "sound")
+    return Checked(step, arrays, size, "sound")
 
 
 def _batches(shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Iterator[dict[str, list[str]]]:

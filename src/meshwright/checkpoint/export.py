@@ -16,7 +16,6 @@ from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.config.argument_checks import check_count, check_path
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.program.jaxpr.names import nest
-from meshwright.runtime.other_names import also_called
 from meshwright.step.average import EMA
 from meshwright.tracking.run_files import read_metrics
 
@@ -34,7 +33,6 @@ class Trained(Protocol):
         ...
 
 
-@also_called(update="step")
 def read_params(
     path: str | Path,
     *,
@@ -162,7 +160,6 @@ def _warn_of_better(reader: CheckpointReader, best: int) -> None:
         )
 
 
-@also_called(update="step")
 def export_safetensors(
     run: str | Path | Trained,
     out: str | Path,

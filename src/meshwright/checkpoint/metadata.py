@@ -6,11 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT = 3
-"""The newest checkpoint format this version writes and reads.
+from meshwright.errors import ANY, Setting, UserError
 
-1 has `update` for `step`, and 2 does not have `run`.
-"""
+FORMAT = 3
+"""The format of checkpoints that this version writes and reads."""
+
+
+def check_format(what: str, found: Any, needed: int) -> None:
+    """Raise if something was written in another format than this version reads."""
+    if found != needed:
+        raise UserError(
+            f"{what} has another format",
+            why=f"its format is {found or 'not known'}, and this version of meshwright reads "
+            f"format {needed} only",
+            fix="use the version that wrote it, or start a new run with "
+            f"{Setting('hydra.run.dir', ANY)}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,10 @@ from meshwright.checkpoint.damage import (
     no_checkpoint,
     reading_error,
 )
-from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
+from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata, check_format
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
 from meshwright.errors import UserError, typed_line
 from meshwright.processes import gather, is_main, process_index
-from meshwright.runtime.other_names import with_current_keys
 
 FOLDER = "checkpoints"
 RUN_ID = "run.id"
@@ -73,23 +72,20 @@ class CheckpointReader:
         """Read the metadata of a checkpoint."""
 
         def read() -> Any:
-            return json.loads((self.folder / str(step) / METADATA / "metadata").read_bytes())
+            return dict(json.loads((path / METADATA / "metadata").read_bytes()))
 
+        path = self.folder / str(step)
         values = self._try(step, METADATA, read)
-        checksums = self.checksums(step)
-        if checksums is not None:
+        # Other formats need not have checksums.
+        if values.get("format") == FORMAT or (path / CHECKSUMS).is_dir():
+            checksums = self.checksums(step)
             if checksums.metadata != json_checksum(values):
                 raise self._damaged(step, f"{METADATA}/metadata differs from what was saved")
-            if checksums.loss != loss_of(self.folder / str(step)):
+            if checksums.loss != loss_of(path):
                 raise self._damaged(step, f"{METRICS}/metrics differs from what was saved")
-        if values.get("format", 0) > FORMAT:
-            raise UserError(
-                f"the checkpoint {self.folder / str(step)} was written by a newer version",
-                why=f"its format is {values['format']}; this version reads formats up to {FORMAT}",
-                fix="install a newer meshwright",
-            )
+        check_format(f"the checkpoint {path}", values.get("format"), FORMAT)
         metadata: CheckpointMetadata = self._try(
-            step, METADATA, lambda: CheckpointMetadata(**with_current_keys(values))
+            step, METADATA, lambda: CheckpointMetadata(**values)
         )
         self._check_place(step, metadata)
         return metadata
@@ -104,16 +100,14 @@ class CheckpointReader:
             problem = f"it is a checkpoint of another run: {metadata.run}, and this folder is that"
             raise self._damaged(step, f"{problem} of {run} ({RUN_ID})")
 
-    def checksums(self, step: int) -> Checksums | None:
-        """Read the checksums of a checkpoint; None if it was saved without."""
+    def checksums(self, step: int) -> Checksums:
+        """Read the checksums of a checkpoint."""
         path = self.folder / str(step)
-        items = self._try(
+        self._try(
             step,
             _ITEMS_FILE,
             lambda: json.loads((path / _ITEMS_FILE).read_bytes())["item_handlers"],
         )
-        if CHECKSUMS not in items and not (path / CHECKSUMS).is_dir():
-            return None
         return self._try(step, CHECKSUMS, lambda: read_checksums(path / CHECKSUMS))
 
     def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -138,7 +132,7 @@ class CheckpointReader:
 
         shapes: dict[str, dict[str, tuple[int, ...]]] = self._try(step, STATE, read)
         found = {f"{group}/{path}" for group, by_path in shapes.items() for path in by_path}
-        saved = found if checksums is None else set(checksums.arrays)
+        saved = set(checksums.arrays)
         for name in sorted(saved ^ found):
             what = "is missing" if name in saved else "was not saved"
             raise self._damaged(step, f"array `{name}` {what}")
@@ -195,9 +189,7 @@ class CheckpointReader:
         )
 
     def _compare(self, step: int, arrays: dict[str, ArraySum]) -> None:
-        checksums = self.checksums(step)
-        difference = "" if checksums is None else checksums.difference(arrays)
-        if difference:
+        if difference := self.checksums(step).difference(arrays):
             raise self._damaged(step, difference)
 
     def _try(self, step: int, what: str, read: Callable[[], Any]) -> Any:

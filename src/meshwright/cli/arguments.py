@@ -79,14 +79,13 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     name, *rest = argv
     command = find_command(name)
     known = {flag.name: flag for flag in command.all_flags}
-    others = _SHORT | {flag.formerly: flag.name for flag in command.all_flags if flag.formerly}
     flags: dict[str, str] = {}
     overrides: list[str] = []
     words = list(rest)
     while words:
         word = words.pop(0)
         head, equals, value = word.partition("=")
-        head = others.get(head, head)
+        head = _SHORT.get(head, head)
         if not head.startswith("-"):
             overrides.append(word)
             continue

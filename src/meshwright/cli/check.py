@@ -40,7 +40,7 @@ def _picture(checked: Sequence[Checked]) -> RenderableType:
             str(each.step),
             f"{each.arrays:,}",
             human_bytes(each.bytes),
-            Text(each.verdict, style=_style(each)),
+            Text(each.verdict, style="red" if each.damaged else "green"),
             each.problem,
         )
         for each in checked
@@ -49,9 +49,3 @@ def _picture(checked: Sequence[Checked]) -> RenderableType:
     table = Columns(head, rows, right=("step", "arrays", "size"))
     damaged = sum(each.damaged for each in checked)
     return Group(table, Text(f"{counted(len(checked), 'checkpoint')}, {damaged} damaged"))
-
-
-def _style(checked: Checked) -> str:
-    if checked.damaged:
-        return "red"
-    return "yellow" if checked.verdict == "no checksums" else "green"

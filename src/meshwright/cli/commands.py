@@ -11,13 +11,12 @@ from meshwright.launch.flags import FLAGS as LAUNCH_FLAGS
 class Flag:
     """A flag of one command, which Hydra does not see; one without a value is a switch.
 
-    The value `SETTINGS` is all that follow, up to the next flag. ``formerly`` is still accepted.
+    The value `SETTINGS` is all that follow, up to the next flag.
     """
 
     name: str
     help: str
     value: str = ""
-    formerly: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ COMMANDS = {
             "profile a few steps and show where their time goes",
             "simulate=8 mesh.fsdp=4 mesh.tensor=2",
             flags=(
-                Flag("--steps", "steps to profile (default 5)", "N", formerly="--updates"),
+                Flag("--steps", "steps to profile (default 5)", "N"),
                 Flag("--out", "folder of the trace and profile.json (default ./profile)", "DIR"),
                 Flag("--scaling", "time steps on 1, 2, 4 … devices instead, beside predictions"),
             ),
@@ -193,7 +192,7 @@ COMMANDS = {
             "write a run's parameters to a safetensors file, or a folder for transformers or PEFT",
             "outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
             flags=(
-                Flag("--step", "which checkpoint (default: the newest)", "N", formerly="--update"),
+                Flag("--step", "which checkpoint (default: the newest)", "N"),
                 Flag("--which", "best, with the lowest evaluation loss, or last", "NAME"),
                 Flag("--ema", "the moving average of the weights (training.ema_decay)"),
                 Flag("--to", "hf writes a Hugging Face folder, peft one of adapters", "FORMAT"),

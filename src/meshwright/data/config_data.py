@@ -40,9 +40,6 @@ _SOURCES = {
 DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic", "mixture")
 """The kinds a data section may name."""
 
-TOKENIZED = ("text", "jsonl", "parquet", "array_record")
-"""Kinds whose texts are tokenized."""
-
 _HELD_OUT_STREAM = (1,)
 """Distinguishes the synthetic batches for evaluation from those for training."""
 

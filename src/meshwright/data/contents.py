@@ -1,14 +1,8 @@
-"""The contents of data in its fingerprint: all of them, or parts at places drawn from the seed.
-
-Fingerprints have a version, so that a run that was begun with an earlier one is compared by it.
-Version 1 has the beginning, middle and end of arrays, and nothing of lists.
-"""
+"""The contents of data in its fingerprint: all of them, or parts at places drawn from the seed."""
 
 from __future__ import annotations
 
 import hashlib
-import re
-import zlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,19 +14,16 @@ from numpy.typing import NDArray
 
 from meshwright.text.units import human_bytes
 
-VERSION = 2
 WHOLE_BYTES = 2**28
 """Data of at most this size are hashed whole, which takes less than a second."""
 SAMPLED_BYTES, BLOCK_BYTES = 2**26, 2**16
 """How much of larger data is hashed, and in pieces of which size."""
 WHOLE_ITEMS = 20_000
 """How many items of a list are hashed at most."""
-_VERSION_1_BYTES = 2**16
-_PREFIX = re.compile(r"mw(\d+)-")
 
 
 class DataFingerprint(NamedTuple):
-    """A fingerprint of data with its version, and what of the data it was made from."""
+    """A fingerprint of data, and what of the data it was made from."""
 
     text: str
     compared: str
@@ -40,7 +31,6 @@ class DataFingerprint(NamedTuple):
 
 @dataclass
 class _Asked:
-    version: int = VERSION
     seed: int = 0
     hashed: int = 0
     total: int = 0
@@ -56,27 +46,20 @@ class _Asked:
 _asked: ContextVar[_Asked | None] = ContextVar("fingerprint", default=None)
 
 
-def data_fingerprint(data: Any, seed: int, like: str = "") -> DataFingerprint:
-    """Return the fingerprint of data, in the version that the fingerprint ``like`` has.
-
-    The seed says which parts of large data are compared.
-    """
-    found = _PREFIX.match(like)
-    version = VERSION if not like else int(found[1]) if found else 1
-    asked = _Asked(version, seed)
+def data_fingerprint(data: Any, seed: int) -> DataFingerprint:
+    """Return the fingerprint of data; the seed says which parts of large data are compared."""
+    asked = _Asked(seed)
     token = _asked.set(asked)
     try:
         text = data.fingerprint()
     finally:
         _asked.reset(token)
-    return DataFingerprint(text if version == 1 else f"mw{version}-{text}", asked.compared())
+    return DataFingerprint(f"mw2-{text}", asked.compared())
 
 
 def array_contents(arrays: Sequence[NDArray[Any]]) -> list[Any]:
     """Return a digest of each array, the same on every machine."""
     asked = _asked.get() or _Asked()
-    if asked.version == 1:
-        return [_beginning_middle_and_end(asked, array) for array in arrays]
     total = sum(array.nbytes for array in arrays)
     asked.total += total
     digests: list[Any] = []
@@ -93,7 +76,7 @@ def array_contents(arrays: Sequence[NDArray[Any]]) -> list[Any]:
 def list_contents(items: Any) -> list[Any]:
     """Return the digest of a list or tuple; of none else, whose items may be random or slow."""
     asked = _asked.get() or _Asked()
-    if type(items) not in (list, tuple) or asked.version == 1:
+    if type(items) not in (list, tuple):
         return []
     chosen = _drawn(len(items), WHOLE_ITEMS, asked.seed)
     arrays: list[NDArray[Any]] = []
@@ -145,16 +128,3 @@ def _drawn(total: int, count: int, *seeds: int) -> list[int]:
     """Return ``count`` different numbers below ``total``, in order."""
     rng = np.random.default_rng([seed & 0xFFFFFFFF for seed in seeds])
     return sorted(rng.choice(total, min(count, total), replace=False).tolist())
-
-
-def _beginning_middle_and_end(asked: _Asked, array: NDArray[Any]) -> int:
-    flat = array.reshape(-1)
-    count = max(_VERSION_1_BYTES // max(flat.itemsize, 1), 1)
-    middle = max((flat.size - count) // 2, 0)
-    parts = [flat[:count], flat[middle : middle + count], flat[-count:]]
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part.tobytes(), checksum)
-    asked.total += array.nbytes
-    asked.hashed += min(sum(part.nbytes for part in parts), array.nbytes)
-    return checksum

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.text.json_text import parse_json
-
-TokenVersion = Literal[1, 2]
-TOKEN_VERSION: TokenVersion = 2
-"""How texts become tokens: version 1 read neither post-processors nor the files beside them."""
 
 CONFIG = "tokenizer_config.json"
 
@@ -68,18 +64,13 @@ def read_marks(tokenizer: Any, file: Path) -> DocumentMarks:
             break
         remarks.append(f"the end token {token} ({named}) is not in the tokenizer {file}")
     if not end:
-        end, source = known_by_name(tokenizer).end, "known by its name only"
+        known = (tokenizer.token_to_id(name) for name in END_NAMES)
+        end = tuple(token for token in known if token is not None)[:1]
+        source = "known by its name only"
     if end:
         names.setdefault("eos_token", tokenizer.id_to_token(end[-1]))
     text = _describe(tokenizer, start, end, source)
     return DocumentMarks(start, end, text, names, tuple(remarks))
-
-
-def known_by_name(tokenizer: Any) -> DocumentMarks:
-    """Return the marks with an end token of a well-known name, if the tokenizer has one."""
-    ids = map(tokenizer.token_to_id, END_NAMES)
-    end = tuple(each for each in ids if each is not None)[:1]
-    return DocumentMarks((), end, _describe(tokenizer, (), end, "known by its name only"))
 
 
 def named_ends(files: Files) -> Iterator[tuple[int, str]]:

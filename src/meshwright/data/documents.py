@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.document_marks import TOKEN_VERSION, DocumentMarks
-from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
+from meshwright.data.document_marks import DocumentMarks
+from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Tokens
 from meshwright.text.units import a_type
 
 Packing = Literal["stream", "documents"]
@@ -105,7 +105,7 @@ def _tokenize(
     start = np.array(marks.start if begins else (), dtype)
     end = np.array(() if last.continues else marks.end, dtype)
     marked = [(start, a, end) for a in arrays]
-    if tokenizer is not None and tokenizer.version == TOKEN_VERSION:
+    if isinstance(tokenizer, FileTokenizer):
         marked = [(missing_mark(start, a), a, missing_mark(end, a[-len(end) :])) for a in arrays]
     tokens = _joined([part for parts in marked for part in parts], dtype)
     ends = [] if last.continues else np.cumsum([sum(map(len, parts)) for parts in marked])

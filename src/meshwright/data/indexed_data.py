@@ -15,7 +15,6 @@ from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import sample_ids
 from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, Source, refuse_none
 from meshwright.data.samples import leaf_shapes, plain_tree
-from meshwright.data.tokenizer import with_version
 from meshwright.errors import UserError
 
 
@@ -71,8 +70,7 @@ class SourceData(Data):
 
     def fingerprint(self) -> str:
         """Return the source's own fingerprint, or one of its class and size."""
-        own = fingerprint_of(_own(self.source, "fingerprint"), self.shuffle)
-        return with_version(own, self.tokenizer)
+        return fingerprint_of(_own(self.source, "fingerprint"), self.shuffle)
 
     def describe(self) -> str:
         """Return the source's description, or its class and size."""
@@ -95,11 +93,8 @@ class SyntheticData(Data):
         return take_rows(self.make(int(mixed), batch_size), rows)
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the task's name, sizes and ``synthetic_version``, if any."""
-        task = getattr(self.make, "__self__", "")
-        version = getattr(task, "synthetic_version", None)
-        facts = () if version is None else (version,)
-        return fingerprint_of("synthetic", repr(task), self.stream, *facts)
+        """Return a fingerprint of the task's name and sizes."""
+        return fingerprint_of("synthetic", repr(getattr(self.make, "__self__", "")), self.stream)
 
     def describe(self) -> str:
         """Say that the samples are synthetic."""

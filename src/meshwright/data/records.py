@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
-from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
 from meshwright.data.documents import Document, DocumentBlock, Item, Packing, Position, check_text
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
@@ -58,7 +57,6 @@ class RecordFiles(ABC):
     vocab_size: int | None = None
     on_corrupt: OnCorrupt = "stop"
     cache_dir: str | None = None
-    token_version: TokenVersion = TOKEN_VERSION
 
     endings: ClassVar[tuple[str, ...]]
     """How the names of such files end."""
@@ -104,7 +102,7 @@ def _documents(records: RecordFiles, files: Sequence[Path]) -> Source:
     is_text = isinstance(_first_value(records, files), str)
     tokenizer = None
     if is_text or records.tokenizer is not None:
-        tokenizer = load_tokenizer(records.tokenizer, records.token_version)
+        tokenizer = load_tokenizer(records.tokenizer)
         check_vocabulary(tokenizer, records.vocab_size)
     # Token ids beyond the vocabulary are corrupt records.
     limit = None if is_text else records.vocab_size

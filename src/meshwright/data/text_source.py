@@ -10,7 +10,6 @@ import numpy as np
 
 from meshwright.config.argument_checks import clear_arguments
 from meshwright.data.corrupt import OnCorrupt
-from meshwright.data.document_marks import TOKEN_VERSION, TokenVersion
 from meshwright.data.documents import LONG, DocumentBlock, Packing, Position, pieces
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
@@ -37,7 +36,6 @@ def text_source(
     vocab_size: int | None = None,
     on_corrupt: OnCorrupt = "stop",
     cache_dir: str | None = None,
-    token_version: TokenVersion = TOKEN_VERSION,
 ) -> Source:
     """Return the text of a file, or of several files, as rows of tokens.
 
@@ -51,9 +49,8 @@ def text_source(
         vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a file that is not UTF-8, which a tokenizer needs.
         cache_dir: folder for the tokens; by default the user's cache folder.
-        token_version: how a tokenizer's files are read; runs keep the version they began with.
     """
-    loaded = load_tokenizer(tokenizer, token_version)
+    loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
     files = [sentence_file()] if path is None else list_files(path)
     corpus = Corpus(

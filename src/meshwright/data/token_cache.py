@@ -116,8 +116,7 @@ class Corpus:
         for remark in marks.remarks:
             warnings.warn(remark, stacklevel=2)
         places = entry.array("boundaries")[1:1001] - 1
-        kept = self.tokenizer is not None and self.tokenizer.version == 1
-        joined = packing == "stream" and not (marks.start or marks.end or kept)
+        joined = packing == "stream" and not (marks.start or marks.end)
         if joined and self.tokenizer is None:
             # Lists of tokens may end with a token of their own.
             joined = len(np.unique(entry.array("tokens")[places])) > 1
@@ -128,7 +127,7 @@ class Corpus:
                 f"tokenizer, or write {Setting('data.packing', 'documents')}",
                 stacklevel=2,
             )
-        elif marks.text and (len(places) > 1 or marks.start or kept):
+        elif marks.text and (len(places) > 1 or marks.start):
             _origins[marks.text] = None
 
     def _checked(self, blocks: Iterator[DocumentBlock]) -> Iterator[DocumentBlock]:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.document_marks import (
-    TOKEN_VERSION,
-    DocumentMarks,
-    TokenVersion,
-    known_by_name,
-    read_marks,
-)
+from meshwright.data.document_marks import DocumentMarks, read_marks
 from meshwright.data.files import find_path
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.errors import Setting, UserError, missing_package
@@ -28,14 +21,10 @@ Tokens = NDArray[Any]
 
 
 class Tokenizer(ABC):
-    """Turns text into tokens and back; documents start and end with its marks.
-
-    ``version`` is that of its tokens; None if they are the same in all versions.
-    """
+    """Turns text into tokens and back; documents start and end with its marks."""
 
     vocab_size: int
     marks: DocumentMarks
-    version: TokenVersion | None = None
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of a text, without special tokens around them."""
@@ -103,17 +92,11 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A tokenizer in the JSON format of Hugging Face's ``tokenizers``."""
 
-    def __init__(self, path: str, version: TokenVersion = TOKEN_VERSION) -> None:
-        self.version = version
+    def __init__(self, path: str) -> None:
         self._tokenizer, file, text = _load(path)
-        if version == 1:
-            self.marks = _kept(self._tokenizer, FileTokenizer(path).marks)
-            self._fingerprint = fingerprint_of(text)
-        else:
-            self.marks = read_marks(self._tokenizer, file)
-            special = sorted(map(str, self._tokenizer.get_added_tokens_decoder().values()))
-            facts = version, self.marks.start, self.marks.end, special
-            self._fingerprint = fingerprint_of(text, *facts)
+        self.marks = read_marks(self._tokenizer, file)
+        special = sorted(map(str, self._tokenizer.get_added_tokens_decoder().values()))
+        self._fingerprint = fingerprint_of(text, self.marks.start, self.marks.end, special)
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._dtype = token_dtype(self.vocab_size)
 
@@ -140,30 +123,9 @@ class FileTokenizer(Tokenizer):
         return self._fingerprint
 
 
-def load_tokenizer(path: str | None, version: TokenVersion = TOKEN_VERSION) -> Tokenizer:
+def load_tokenizer(path: str | None) -> Tokenizer:
     """Return the tokenizer of a JSON file; without a file, one of bytes."""
-    return ByteTokenizer() if path is None else FileTokenizer(path, version)
-
-
-def with_version(fingerprint: str, tokenizer: Any) -> str:
-    """Return the fingerprint of data with the version of their tokens."""
-    version = tokenizer.version if isinstance(tokenizer, Tokenizer) else None
-    return fingerprint if version in (None, 1) else f"{fingerprint}-tokens{version}"
-
-
-def version_in(fingerprint: str) -> TokenVersion:
-    """Return the version of tokens in a fingerprint; those of earlier releases have none."""
-    return 2 if fingerprint.endswith("-tokens2") else 1
-
-
-def _kept(tokenizer: Any, new: DocumentMarks) -> DocumentMarks:
-    """Return the marks of a run that began before, and say what a new run would have."""
-    own = known_by_name(tokenizer)
-    cut = ", cut or padded by the tokenizer" if tokenizer.truncation or tokenizer.padding else ""
-    if not cut and not new.start and own.end == new.end:
-        return own
-    began = f"this run goes on with the tokens it began with, where {own.text}{cut}"
-    return replace(own, text=f"{began}; in a new run, {new.text}")
+    return ByteTokenizer() if path is None else FileTokenizer(path)
 
 
 def token_dtype(vocab_size: int) -> Any:

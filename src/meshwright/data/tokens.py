@@ -45,8 +45,6 @@ def token_source(
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     if loaded is not None:
         check_vocabulary(loaded, vocab_size)
-        # It decodes these tokens, but has not made them.
-        loaded.version = None
     arrays = [_flat(file, dtype) for file in list_files(path, ENDINGS)]
     name = str(Setting("data.path", path))
     for array in arrays:

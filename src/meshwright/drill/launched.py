@@ -308,5 +308,4 @@ class RunFolder:
 
 def _final_checksums(run: RunFolder) -> dict[str, Any]:
     """Return the checksum of every array of the last checkpoint."""
-    checksums = CheckpointReader(run.checkpoints).checksums(run.steps[-1])
-    return {} if checksums is None else dict(checksums.arrays)
+    return dict(CheckpointReader(run.checkpoints).checksums(run.steps[-1]).arrays)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -17,8 +14,6 @@ from meshwright.text.units import human_bytes
 LOWEST, HIGHEST = 0.98, 1.05
 """Ratios outside this range are suspicious: above it something is sent needlessly, below it
 something that must be sent is missing."""
-
-_FORMER_FIELDS = ("explained_bytes", "planned")
 
 
 class Line(Frozen):
@@ -33,18 +28,7 @@ class Line(Frozen):
     sent_bytes: int
 
 
-class _Record(Frozen):
-    """A record that also reads what earlier versions wrote."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former_fields(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        return {name: value for name, value in values.items() if name not in _FORMER_FIELDS}
-
-
-class Explanation(_Record):
+class Explanation(Frozen):
     """Why a module sends more than the minimum, and how many bytes each device sends for that."""
 
     sent_bytes: int
@@ -64,7 +48,7 @@ class ModuleLedger(Frozen):
     explained: list[Explanation] = Field(default_factory=list[Explanation])
 
 
-class KindOverlap(_Record):
+class KindOverlap(Frozen):
     """What collectives of one kind send over one axis, and how much of it while products run."""
 
     sent_bytes: int
@@ -72,7 +56,7 @@ class KindOverlap(_Record):
     overlapped: float
 
 
-class NotOverlapped(_Record):
+class NotOverlapped(Frozen):
     """A collective during which the device computes no product, of one module or several merged."""
 
     axes: list[str]
@@ -83,7 +67,7 @@ class NotOverlapped(_Record):
     sent_bytes: int
 
 
-class AxisLedger(_Record):
+class AxisLedger(Frozen):
     """One mesh axis: what each device sends over it, in the stage that sends most, and the minimum.
 
     ``excess`` says what is beyond the minimum, ``overlapped`` which share of it is sent while the

@@ -9,7 +9,6 @@ from typing import Any
 
 from meshwright.errors import Setting, Spelling, current_spelling
 from meshwright.mesh.axes import AXES, MESH_AXES
-from meshwright.runtime.other_names import formerly
 
 SHARES = ("compute", "communication", "input_wait", "idle")
 
@@ -71,8 +70,6 @@ class Profile:
     input_wait_seconds: float = 0.0
     platform: str = "cpu"
     trace: str = ""
-    updates = formerly("steps")
-    seconds_per_update = formerly("seconds_per_step")
 
     @property
     def shares(self) -> dict[str, float]:

@@ -15,7 +15,6 @@ from meshwright.processes import process_count, process_index
 from meshwright.profile.events import MARK
 from meshwright.profile.profile import Profile
 from meshwright.profile.trace_times import read_profile
-from meshwright.runtime.other_names import also_called, formerly
 
 
 class Profiler:
@@ -25,9 +24,6 @@ class Profiler:
     an older one.
     """
 
-    updates = formerly("steps")
-
-    @also_called(updates="steps")
     def __init__(self, folder: Path, steps: int = 5) -> None:
         self.steps = steps
         self.trace = folder / f"process_{process_index()}" if process_count() > 1 else folder

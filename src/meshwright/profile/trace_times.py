@@ -17,13 +17,11 @@ from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.hlo import parse_hlo
 from meshwright.profile.events import Trace, TracedEvent, clip, length, merge, read_trace, subtract
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
-from meshwright.runtime.other_names import also_called
 
 _SECONDS = 1e-9
 """Times in a trace are in nanoseconds."""
 
 
-@also_called(updates="steps")
 def read_profile(
     trace: Path, mesh: Mesh, program: str | None, *, steps: int, input_wait_seconds: float = 0.0
 ) -> Profile:

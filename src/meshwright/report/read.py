@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 
 from meshwright.errors import UserError
-from meshwright.runtime.other_names import with_current_keys
 from meshwright.runtime.versions import own_version
 from meshwright.text.json_text import finite, flatten, parse_json
 from meshwright.text.masking import mask_tree, mask_value
@@ -219,17 +218,16 @@ def _config(folder: Path) -> list[dict[str, Any]]:
 
 
 def _masked(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a setting without secrets, which old runs have written."""
+    """Return a setting without secrets."""
     shown = mask_tree(entry)
     return shown | {"value": mask_value(str(entry["key"]), entry.get("value"))}
 
 
 def _json(path: Path) -> Any:
     try:
-        value = parse_json(path.read_bytes())
+        return parse_json(path.read_bytes())
     except OSError:
         return None
-    return with_current_keys(value) if isinstance(value, dict) else value
 
 
 _ASSETS = Path(__file__).parent / "assets"

@@ -1,9 +1,9 @@
-"""Other names that are accepted: further keywords, and what earlier versions called a step."""
+"""Further keywords that functions accept."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 from meshwright.errors import UserError
@@ -33,23 +33,3 @@ def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return cast(Callable[P, R], call)
 
     return decorate
-
-
-def formerly(name: str) -> property:
-    """Return a property that reads an attribute of today's name under its former one."""
-    return property(lambda self: getattr(self, name), doc=f"The former name of `{name}`.")
-
-
-FORMER_KEYS = {
-    "update": "step",
-    "updates": "steps",
-    "flops_per_update": "flops_per_step",
-    "seconds_per_update": "seconds_per_step",
-}
-"""Keys that files of earlier versions have, and what they are called today."""
-
-
-def with_current_keys(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a file with today's keys, which count more if both are there."""
-    names = {key: FORMER_KEYS.get(key, key) for key in record}
-    return {key if names[key] in record else names[key]: value for key, value in record.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import numpy as np
@@ -33,11 +32,8 @@ class Classification:
         input_name: the field the example and synthetic batches hold, ``image`` or ``x``.
         input_shape: shape of one sample.
         num_classes: number of classes; labels are below it.
-        synthetic_version: changes with the synthetic samples, so that no run resumes on others
-            unnoticed.
     """
 
-    synthetic_version: ClassVar[int] = 2
     input_name: str = "image"
     input_shape: tuple[int, ...] = (28, 28, 1)
     num_classes: int = 10

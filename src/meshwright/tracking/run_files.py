@@ -10,7 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.runtime.other_names import with_current_keys
 from meshwright.text.json_text import finite, parse_json, read_object, write_atomically
 from meshwright.tracking.tracker import Tracker
 
@@ -74,8 +73,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError:
         return
-    records = (record for record in map(parse_json, lines) if isinstance(record, dict))
-    yield from map(with_current_keys, records)
+    yield from (record for record in map(parse_json, lines) if isinstance(record, dict))
 
 
 def read_metrics(path: Path) -> dict[tuple[str, int], dict[str, Any]]:

@@ -13,7 +13,6 @@ from meshwright.config.schema import TrackingConfig
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import is_main
 from meshwright.runtime.activity import show_activities
-from meshwright.runtime.other_names import also_called
 from meshwright.tracking.log_lines import LineTracker, LogFile, WarningsOnly
 from meshwright.tracking.run_files import RunFiles
 from meshwright.tracking.tracker import Tracker, Trackers
@@ -25,7 +24,6 @@ EXTRAS = ("tensorboard", "wandb", "mlflow")
 """Trackers that need an optional package; config key, extra and package share a name."""
 
 
-@also_called(total_updates="total_steps")
 def make_trackers(
     config: TrackingConfig,
     folder: Path | None,

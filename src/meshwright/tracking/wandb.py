@@ -22,7 +22,6 @@ class WandbTracker(Tracker):
         self._folder = folder
         self._entity = entity
         self._run: Any = None
-        self._step = "step"
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """Open the run, or resume it."""
@@ -38,13 +37,11 @@ class WandbTracker(Tracker):
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_SECONDS),
         )
         # W&B's own step only grows, but a run resumed from a checkpoint goes back.
-        # A run that an earlier version began continues with its word for a step.
-        self._step = "step" if self._run.summary.get("update") is None else "update"
-        self._run.define_metric("*", step_metric=self._step)
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Hand the metrics to W&B, which sends them in the background."""
-        self._run.log({self._step: step, **{f"{split}/{k}": v for k, v in values.items()}})
+        self._run.log({"step": step, **{f"{split}/{k}": v for k, v in values.items()}})
 
     def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Show a warning as an alert; other events stay in the run folder."""

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from meshwright.config.argument_checks import check_count, check_kind, clear_arguments
 from meshwright.errors import UserError
-from meshwright.runtime.other_names import formerly
 from meshwright.runtime.user_code import doing
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -26,8 +25,6 @@ class CallbackContext:
         eval_metrics: the metrics of the last evaluation; empty before the first.
         reason: why a callback asked to stop; empty if none did.
     """
-
-    update = formerly("step")
 
     def __init__(self, assembled: Assembled) -> None:
         self.step = 0

@@ -186,7 +186,7 @@ class RunMetadata:
 
     def data_like(self, saved: CheckpointMetadata) -> DataFingerprint:
         """Return the fingerprint of the run's data, made as that of a checkpoint was."""
-        return data_fingerprint(self._data, saved.seed, saved.dataset)
+        return data_fingerprint(self._data, saved.seed)
 
     def at(self, step: int) -> CheckpointMetadata:
         """Return the metadata of a checkpoint after a step."""

@@ -12,8 +12,6 @@ from flax import nnx
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import explain_failure, import_named
 from meshwright.config.schema import Config
-from meshwright.data.config_data import TOKENIZED
-from meshwright.data.tokenizer import version_in
 from meshwright.errors import Setting, UserError
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.recipe import Recipe, make_recipe, model_builder
@@ -124,17 +122,14 @@ def _keep_batch(config: Config, point: ResumePoint | None) -> Config:
 
 
 def _with_tokens(config: Config, point: ResumePoint | None, folder: Path | None) -> Config:
-    """Return the config with the tokens a resumed run began with, also if its tokenizer is gone."""
-    if point is None:
+    """Return the config with the tokenizer that a resumed run has kept, if its own is gone."""
+    if point is None or not point.same_run or folder is None:
         return config
-    given, update = config.data.arguments(), dict[str, Any]()
-    if config.data.kind in TOKENIZED and "token_version" not in given:
-        update["token_version"] = version_in(point.metadata.dataset)
-    kept = (folder or Path()) / HF_FOLDER / TOKENIZER
-    gone = isinstance(given.get("tokenizer"), str) and not Path(given["tokenizer"]).exists()
-    if point.same_run and folder is not None and gone and kept.is_file():
-        update["tokenizer"] = str(kept)
-    return config.model_copy(update={"data": config.data.model_copy(update=update)})
+    given, kept = config.data.arguments().get("tokenizer"), folder / HF_FOLDER / TOKENIZER
+    if not isinstance(given, str) or Path(given).exists() or not kept.is_file():
+        return config
+    data = config.data.model_copy(update={"tokenizer": str(kept)})
+    return config.model_copy(update={"data": data})
 
 
 def _callbacks(config: Config) -> list[Callback]:

@@ -21,7 +21,6 @@ class StopReason(Enum):
     CALLBACK = "callback"
     SIGNAL = "signal"
     RESTORED = "restored"
-    ALL_UPDATES = ALL_STEPS
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tokens of a resumed run: those it began with, also if its tokenizer is gone or now read anew."""
+"""Tokens of a resumed run: those it began with, also if its tokenizer is gone."""
 
 import json
 import shutil
@@ -10,7 +10,6 @@ from tokenizer_folders import BOS, DONE, NAMES, make_folder
 import meshwright as mw
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.schema import Config
-from meshwright.data.token_cache import take_origins
 from meshwright.trainer.starting.resume import ResumePoint
 from meshwright.trainer.starting.start import _hf_files
 from meshwright.weights.kept import token_ids
@@ -41,21 +40,6 @@ def make(tmp_path, monkeypatch):
         return trainer, trainer.defaults.recipe.config_data.train
 
     return make
-
-
-def test_a_run_that_began_before_goes_on_with_its_own_tokens_and_says_so(make):
-    before = make(token_version=1)[1].fingerprint()
-    take_origins()
-    trainer, data = make(before)
-    assert data.fingerprint() == before
-    assert data.tokenizer.marks.start == ()
-    assert "this run goes on with the tokens it began with" in take_origins()[1]
-    assert "token_version" not in trainer.defaults.config["data"]
-    new = make()[1]
-    assert new.fingerprint() == make(new.fingerprint())[1].fingerprint() != before
-    assert new.fingerprint().endswith("-tokens2")
-    # Bytes are the same tokens in every version.
-    assert make(tokenizer=None)[1].fingerprint() == make("0", tokenizer=None)[1].fingerprint()
 
 
 def test_a_run_whose_tokenizer_is_gone_has_kept_what_ends_documents(make, tmp_path):

@@ -63,11 +63,6 @@ def _with_keys(tree: dict[str, Any], *, escaped: bool) -> dict[Any, Any]:
     return keyed
 
 
-def older_path(path: str) -> str:
-    """Return a path as earlier versions wrote it: dots as they are, other characters as ``_``."""
-    return _ESCAPED.sub(lambda match: re.sub(r"[/():;@\s]", "_", _unescape(match[0])), path)
-
-
 def _escape(match: re.Match[str]) -> str:
     return "".join(f"%{byte:02X}" for byte in match[0].encode())
 

@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
+from meshwright.checkpoint.metadata import check_format
 from meshwright.config.argument_checks import check_path
 from meshwright.errors import UserError, first_line
 from meshwright.plan import Plan
 from meshwright.processes import broadcast, is_main
-from meshwright.runtime.other_names import with_current_keys
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import Snapshot
 from meshwright.trainer.incidents.not_finite import BadStep, StepValues
@@ -231,13 +231,8 @@ def read_record(path: Any) -> FlightRecord:
     """Read a record: its folder, or a run folder or its incidents with only one."""
     folder = _find(check_path("record", path).absolute())
     try:
-        facts = with_current_keys(json.loads((folder / RECORD).read_bytes()))
-        if facts["format"] > FORMAT:
-            raise UserError(
-                f"{folder} was written by a newer version",
-                why=f"its format is {facts['format']}, and this version reads {FORMAT}",
-                fix="use the version that wrote it",
-            )
+        facts = json.loads((folder / RECORD).read_bytes())
+        check_format(f"the record {folder}", facts["format"], FORMAT)
         with np.load(folder / BATCH, allow_pickle=False) as stored:
             leaves = [
                 stored[str(n)].view(jnp.dtype(each["dtype"])).reshape(each["shape"])

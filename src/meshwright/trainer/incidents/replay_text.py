@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.program.evaluate.nonfinite_origin import Origin
-from meshwright.runtime.other_names import formerly
 from meshwright.text.json_text import finite
 from meshwright.text.units import counted
 from meshwright.trainer.incidents.not_finite import parameters_fail
@@ -55,7 +54,6 @@ class Replay:
     origin: Origin | None
     responsible: Responsible | None
     numbered: bool
-    update = formerly("step")
     indices: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -123,8 +123,6 @@ class Restoring:
             # Data that is read in order goes on where it was.
             data.go_to(point.step + count_batches(point.metadata.left_out), position)
         message = f"continuing after step {point.step}, from {point.path}"
-        if CheckpointReader(point.folder).checksums(point.step) is None:
-            message += ", which has no checksums to check its arrays with"
         if self._compared:
             message += f"; the data are the same (compared: {self._compared})"
         tracker.event("resume", point.step, message, {"checkpoint": str(point.path)})

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, find_store
-from meshwright.checkpoint.array_paths import as_named_now, names_on_disk
 from meshwright.checkpoint.damage import (
     Damage,
     DamagedCheckpoint,
@@ -115,20 +114,8 @@ def restore(
     ``weights`` is where those that the run does not train are now, if they have moved.
     """
     base = find_base(point.folder) if form.base else None
-    reader = CheckpointReader(point.folder)
-    saved = reader.shapes(point.step)
-    names = {
-        group: names_on_disk(structs, saved.get(group, {}))
-        for group, structs in form.structs.items()
-    }
-    arrays = reader.restore(
-        point.step,
-        {g: {names[g][p]: s for p, s in structs.items()} for g, structs in form.structs.items()},
-    )
-    return form.state(
-        {group: {p: arrays[group][n] for p, n in paths.items()} for group, paths in names.items()},
-        None if base is None else base.place(form.base_structs, weights),
-    )
+    arrays = CheckpointReader(point.folder).restore(point.step, form.structs)
+    return form.state(arrays, None if base is None else base.place(form.base_structs, weights))
 
 
 def set_damaged_aside(folder: Path, damage: Damage) -> str:
@@ -182,7 +169,7 @@ def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
     names = {"params": "parameter", "state": "state", "optimizer": "optimizer state"}
     for group, name in names.items():
         need = {path: tuple(struct.shape) for path, struct in form.structs[group].items()}
-        have = as_named_now(saved.get(group, {}), need)
+        have = saved.get(group, {})
         for path in dict.fromkeys([*need, *have]):
             if have.get(path) != need.get(path):
                 raise UserError(
@@ -245,8 +232,8 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     """List the values that affect results and have changed."""
     if not before or not now:
         return []
-    # A checkpoint has no secrets, unless it is an old one.
-    old, new = dict(flatten(mask_tree(before))), dict(flatten(mask_tree(now)))
+    # A checkpoint has no secrets.
+    old, new = dict(flatten(before)), dict(flatten(mask_tree(now)))
     return [
         f"{key} was {_text(old, key)} and is {_text(new, key)}"
         for key in dict.fromkeys([*old, *new])

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from meshwright.checkpoint import read_params
-from meshwright.checkpoint.array_paths import as_named_now
 from meshwright.config.argument_checks import check_path
 from meshwright.data.chat_source import find_template
 from meshwright.data.chat_template import TEMPLATE
@@ -196,7 +195,6 @@ def warm_start(
     if base is not None:
         dtypes = dict.fromkeys(base.shapes, np.float32)
         read = without_factors(merge_adapters(base.adapters, {**base.read(), **read}, dtypes))
-    read = as_named_now(read, leaves)
     weights = {path for path, leaf in own.items() if leaf.is_weight}
     wanted = chosen(read.keys(), weights, patterns, run)
     saved = renamed(read, patterns)

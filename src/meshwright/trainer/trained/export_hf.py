@@ -22,7 +22,6 @@ from meshwright.errors import UserError
 from meshwright.generation.text_settings import read_text_settings
 from meshwright.processes import barrier, is_main
 from meshwright.program.trace.adapters import Adapter, merge_adapters
-from meshwright.runtime.other_names import also_called
 from meshwright.trainer.trained.base_weights import Base, find_base, without_factors
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.model_card import CARD, model_card
@@ -39,7 +38,6 @@ from meshwright.weights.write_folder import (
 )
 
 
-@also_called(update="step")
 def export_hf(
     run: str | Path | FitResult,
     folder: str | Path,

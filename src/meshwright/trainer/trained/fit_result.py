@@ -23,7 +23,6 @@ from meshwright.generation.generate import generate
 from meshwright.generation.generated_rows import Generated
 from meshwright.generation.text_settings import HALF, read_text_settings
 from meshwright.processes import broadcast, is_main
-from meshwright.runtime.other_names import formerly
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
@@ -76,8 +75,6 @@ class FitResult:
     attempts: int = 1
     skipped: int = 0
     tokenizer: Any = None
-    updates = formerly("steps")
-    updates_before = formerly("steps_before")
 
     def __repr__(self) -> str:
         """Show how the run went; states and programs would fill pages."""

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshwright.checkpoint import CheckpointReader, find_store
-from meshwright.checkpoint.array_paths import as_named_now
 from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged, missing_folder
 from meshwright.checkpoint.export import Which, choose_checkpoint, read_groups
 from meshwright.checkpoint.reader import FOLDER
@@ -28,7 +27,6 @@ from meshwright.program.trace.adapters import merge_adapters
 from meshwright.program.trace.build_model import ModelSource, describe_model, initial_values
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
-from meshwright.runtime.other_names import also_called
 from meshwright.runtime.user_code import is_users_file
 from meshwright.step.assemble import set_eval_mode
 from meshwright.step.average import no_average
@@ -42,7 +40,6 @@ from meshwright.weights.match import find_weights
 from meshwright.weights.peft_folder import PEFT_CONFIG
 
 
-@also_called(update="step")
 def load_model(
     run: str | Path,
     *,
@@ -124,7 +121,6 @@ def read_leaves(
             dtypes = {leaf.path: leaf.dtype for leaf in leaves}
             merged = merge_adapters(base.adapters, saved, dtypes) if adapters else saved
             saved = without_factors(merged)
-    saved = as_named_now(saved, need)
     differences = describe_differences({p: a.shape for p, a in saved.items()}, need)
     if differences:
         raise UserError(
