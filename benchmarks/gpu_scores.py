@@ -7,17 +7,15 @@ block at a time; (c) cuDNN without the function of scores, a floor. Each runs fo
 the result and of each gradient to the operations in float32, as a part of the largest value.
 
     python benchmarks/gpu_scores.py [--shapes 8x1024x16x64,8x4096x16x128] [--kinds softcap,alibi]
-    python benchmarks/gpu_scores.py --sweep                 # sizes of blocks, warps and stages
-    python benchmarks/gpu_scores.py --tiny [--sweep]        # on a CPU, not recorded
+    python benchmarks/gpu_scores.py --shapes 4x4096x8x256 --tiles 64x32x8x2,64x32x8x2,32x64x8x2
+    python benchmarks/gpu_scores.py --tiny                  # on a CPU, not recorded
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,15 +26,14 @@ from record import write_record
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
-from meshwright.program.kernels import block_attention as blocks
+from meshwright.program.kernels.block_attention import Tile, block_attention
 from meshwright.program.kernels.fused_attention import run_attention
-from meshwright.program.kernels.match_attention import match_scores, sigmoids, softmaxes
+from meshwright.program.kernels.match_attention import makes_weights, match_attention
 from meshwright.program.kernels.surroundings import Scope
 from meshwright.program.trace.normalize import normalize
 
 KINDS = ("softcap", "alibi", "bias", "sigmoid")
 SHAPES = "8x1024x16x64,8x4096x16x128"
-TILES = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
 Attention = Callable[..., Any]
 
 
@@ -69,8 +66,7 @@ def matched(kind: str, operands: Any) -> tuple[Any, Callable[[Attention], Attent
     closed = normalize(jax.make_jaxpr(written(kind))(*operands))
     jaxpr, consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     scope = Scope(ProgramDims(jaxpr, "", 1), consts)
-    ends = [*softmaxes(scope.graph), *sigmoids(scope.graph)]
-    (match,) = [match for end in ends if (match := match_scores(scope, end))]
+    (match,) = [m for end in makes_weights(scope.graph) if (m := match_attention(scope, end))]
     own, made = match.operands, scope.graph.maker[match.output]
     before = needed_equations(jaxpr.eqns, own.inputs)
     after = needed_equations(jaxpr.eqns[made + 1 :], jaxpr.outvars)
@@ -132,12 +128,14 @@ def differences(found: Any, exact: Any) -> list[float]:
     return [float(f"{float(part):.2g}") for part in parts]
 
 
-def compare(kind: str, shape: tuple[int, ...], seconds: float, floor: Any) -> dict[str, Any]:
+def compare(
+    kind: str, shape: tuple[int, ...], seconds: float, floor: Any, tiles: Sequence[Tile]
+) -> dict[str, Any]:
     """Return the figures of one kind and shape."""
     given = arrays(shape, jnp.bfloat16)
     own, by = matched(kind, given[:4])
     interpret = jax.default_backend() != "gpu"
-    attend = blocks.block_attention(own.function, own.allowed, "", interpret=interpret)
+    attend = block_attention(own.function, own.allowed, tiles, interpret=interpret)
     row: dict[str, Any] = {"kind": kind, "shape": list(shape), "cudnn ms": floor}
     _, by_one = matched(kind, (given[0][:1], given[1][:1], given[2][:1], given[3]))
     small = [a if n == 3 else a[:1] for n, a in enumerate(given)]
@@ -156,75 +154,26 @@ def compare(kind: str, shape: tuple[int, ...], seconds: float, floor: Any) -> di
     return row
 
 
-def sweep(kind: str, shape: tuple[int, ...], seconds: float, tiles: list[Any]) -> dict[str, Any]:
-    """Return the times of each kernel by tile, the fastest first."""
-    q, k, v, bias, cotangent = arrays(shape, jnp.bfloat16)
-    own, _ = matched(kind, (q, k, v, bias))
-    interpret = jax.default_backend() != "gpu"
-    rows = jnp.full((shape[0], shape[2], shape[1]), 5.0, jnp.float32)
-    first = jnp.zeros((1,), jnp.int32)
-    leaves = [bias[None]] * len(own.leaves)
-    runs = (blocks.attended, blocks.gradient_of_query, blocks.gradients_of_key)
-
-    def compiled(which: int, tile: Any) -> Any:
-        form = (own.function, own.allowed, q.shape, k.shape, interpret)
-        made = blocks.Pass(tile, which == 2, *form)
-        read = (
-            (q, k, v, first, leaves)
-            if not which
-            else (q, k, v, cotangent, rows, rows, first, leaves)
-        )
-        try:
-            return jax.jit(lambda *a: runs[which](made, *a)).lower(*read).compile(), read
-        except Exception as error:
-            return str(error).partition("\n")[0][:90], None
-
-    with ThreadPoolExecutor(12) as pool:
-        jobs = {(n, t): pool.submit(compiled, n, t) for n in range(3) for t in tiles}
-        found: dict[str, Any] = {}
-        for which, name in enumerate(("forward", "of query", "of key")):
-            times: dict[str, float] = {}
-            for tile in tiles:
-                program, read = jobs[which, tile].result()
-                if read is None:
-                    print(name, tuple(tile), program, flush=True)
-                    continue
-                try:
-                    times["{}x{} w{} s{}".format(*tile)] = sustained(program, read, seconds)
-                except jax.errors.JaxRuntimeError as error:
-                    print(name, tuple(tile), str(error)[:90], flush=True)
-            found[name] = {t: round(ms, 3) for t, ms in sorted(times.items(), key=lambda x: x[1])}
-            print(kind, shape, name, list(found[name].items())[:8], flush=True)
-    return {"kind": kind, "shape": list(shape), **found}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--shapes", default=SHAPES, help="samples x length x heads x channels")
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--sweep", action="store_true", help="try sizes of blocks instead")
+    parser.add_argument("--tiles", default="", help="queries x keys x warps x stages, three times")
     parser.add_argument("--tiny", action="store_true", help="for trying it out")
     options = parser.parse_args()
     names = "2x128x2x16" if options.tiny else options.shapes
     shapes = [tuple(int(n) for n in name.split("x")) for name in names.split(",")]
     kinds, seconds = options.kinds.split(","), 0.01 if options.tiny else options.seconds
-    figures: dict[str, Any] = {}
-    if options.sweep:
-        tiles = [blocks.Tile(*tile) for tile in TILES]
-        tiles = tiles[:2] if options.tiny else tiles
-        short = min(seconds, 0.15)
-        figures["sweep"] = [sweep(kinds[0], shape, short, tiles) for shape in shapes]
-    else:
-        rows: list[dict[str, Any]] = []
-        for shape in shapes:
-            given = arrays(shape, jnp.bfloat16)
-            compiled = jax.jit(differentiated(cudnn)).lower(*given).compile()
-            floor = round(sustained(compiled, given, seconds), 3)
-            rows += [compare(kind, shape, seconds, floor) for kind in kinds]
-        figures["rows"] = rows
+    tiles = [Tile(*map(int, tile.split("x"))) for tile in options.tiles.split(",") if tile]
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        given = arrays(shape, jnp.bfloat16)
+        compiled = jax.jit(differentiated(cudnn)).lower(*given).compile()
+        floor = round(sustained(compiled, given, seconds), 3)
+        rows += [compare(kind, shape, seconds, floor, tiles) for kind in kinds]
     if gpu_name() and not options.tiny:
-        write_record("gpu_scores", {"gpu": gpu_name(), **figures})
+        write_record("gpu_scores", {"gpu": gpu_name(), "rows": rows})
 
 
 if __name__ == "__main__":

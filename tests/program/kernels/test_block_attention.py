@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from program.kernels.attention_forms import CHANNELS, HEADS, LENGTH, SAMPLES, SCORES
+from program.kernels.kernel_runs import assert_equal, differentiate
 from program.programs import assert_close, quick
 
+import meshwright as mw
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.kernels import fused_attention
 from meshwright.program.kernels.block_attention import Tile, block_attention
 from meshwright.program.kernels.fused_attention import check_kernel, make_attend, run_attention
 from meshwright.program.kernels.match_attention import makes_weights, match_attention
@@ -18,6 +22,7 @@ from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.surroundings import Scope
 from meshwright.program.trace.normalize import normalize
 
+WIDTH = 8
 TILES = Tile(8, 4, 4, 2), Tile(8, 4, 4, 2), Tile(4, 8, 4, 2)
 
 
@@ -70,6 +75,68 @@ def test_blocks_give_the_operations_as_written(name):
     found = quick(lambda *given: differentiated(lambda *a: run(attend, *a), *given))(*given)
     expected = quick(lambda *given: differentiated(SCORES[name][0], *given))(*given)
     assert_close(found, expected, 1e-5)
+
+
+class Layer(nnx.Module):
+    """A projection, attention, and another projection."""
+
+    def __init__(self, name, rngs):
+        self.form = SCORES[name][0]
+        self.qkv = nnx.Param(jax.random.normal(rngs.params(), (3, WIDTH, HEADS, CHANNELS)) / 4)
+        self.out = nnx.Param(jax.random.normal(rngs.params(), (HEADS, CHANNELS, WIDTH)) / 4)
+
+    def __call__(self, x, batch):
+        q, k, v = jnp.einsum("btd,ndhc->nbthc", x, self.qkv[...])
+        mixed = self.form(q, k, v, batch)
+        return x + jnp.tanh(jnp.einsum("bthc,hcd->btd", mixed, self.out[...]))
+
+
+class Model(nnx.Module):
+    """Two layers."""
+
+    def __init__(self, name):
+        self.layers = nnx.List([Layer(name, nnx.Rngs(n)) for n in range(2)])
+
+    def __call__(self, batch):
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x, batch)
+        return x
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["alibi", "packed_soft_cap", "sigmoid"])
+@pytest.mark.parametrize(
+    ("mesh", "sharding"),
+    [
+        ("data=2,tensor=2", {}),
+        ("data=2", {"remat": "dots"}),
+        ("data=1", {"remat": "full"}),
+        ("data=1", {"blocks": "scan"}),
+    ],
+)
+def test_blocks_on_meshes_in_rematerialized_and_in_scanned_layers(
+    name, mesh, sharding, monkeypatch
+):
+    made = []
+
+    def attend(own, form):
+        made.append(own)
+        return block_attention(own.function, own.allowed, TILES, interpret=True)
+
+    monkeypatch.setattr(fused_attention, "make_attend", attend)
+    random = np.random.default_rng(0)
+    batch = {
+        "x": random.normal(size=(SAMPLES, LENGTH, WIDTH)).astype(np.float32),
+        "segments": np.sort(random.integers(4, size=(SAMPLES, LENGTH), dtype=np.int32), axis=1),
+    }
+    build = lambda: Model(name)  # noqa: E731
+    loss = lambda model, batch: jnp.mean(jnp.sin(model(batch)))  # noqa: E731
+    config = mw.ShardingConfig(min_shard_size=0, **sharding)
+    options = {"mesh": mesh, "sharding": config}
+    found = differentiate(build, loss, batch, "xla", wide=False, **options)
+    assert made
+    assert_equal(found, differentiate(build, loss, batch, "none", wide=False), 1e-5)
 
 
 @pytest.mark.full
