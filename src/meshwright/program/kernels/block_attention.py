@@ -172,14 +172,14 @@ def attended(make: Pass, read: Sequence[Any], leaves: Sequence[Any]) -> list[Any
     wide = jnp.promote_types(query.dtype, jnp.float32)
 
     def attention(q: Any, k: Any, v: Any, *refs: Any) -> None:
-        *refs, out, peaks, totals = refs
+        *read, out, peaks, totals = refs
         rows = make.own()
         queries = _load(q.at[rows, :])
 
         def body(edge: bool, keys: Any, carry: Any) -> Any:
             mixed, peak, total = carry
             products = _dot(queries, _load(k.at[keys, :]).T, wide)
-            scores = make.function_of(refs, rows, keys, edge=edge)(products)
+            scores = make.function_of(read, rows, keys, edge=edge)(products)
             values = _load(v.at[keys, :])
             if not make.function.normalized:
                 return mixed + _dot(scores.astype(values.dtype), values, wide), peak, total
