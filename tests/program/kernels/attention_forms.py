@@ -292,7 +292,7 @@ NOT_REPLACED = {
     "weights_read": (by_hand(end=read_twice), "read elsewhere"),
     "printed": (by_hand(printed), "read by"),
     "printed_weights": (by_hand(end=printed_weights), "read elsewhere"),
-    "biased": (biased, "what is added to its scores is learned"),
+    "biased": (biased, "its scores depend on a learned value"),
     "averaged": (by_hand(end=averaged), "its weights are changed by"),
 }
 """By name: a form that is evaluated as written, and a part of the reason."""

@@ -200,7 +200,7 @@ class ScoreReader:
         value, dtype = self.scope.program.values.get(atom), aval_of(atom).dtype
         if jnp.issubdtype(dtype, jnp.inexact):
             if value is not None and value.has_grad:
-                raise NotReplaced("what is added to its scores is learned")
+                raise NotReplaced("its scores depend on a learned value")
             self._adds_data |= self.scope.constant(atom) is None
         if not _is_plain(dtype):
             raise NotReplaced(f"its scores depend on {dtype}")
