@@ -10,13 +10,8 @@ import jax
 
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Value, Var
-from meshwright.program.kernels.fused_attention import (
-    check_cudnn,
-    cudnn_attention,
-    run_attention,
-    xla_attention,
-)
-from meshwright.program.kernels.match_attention import match_attention, softmaxes
+from meshwright.program.kernels.fused_attention import check_cudnn, make_attend, run_attention
+from meshwright.program.kernels.match_attention import makes_weights, match_attention
 from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.surroundings import Scope
 
@@ -47,19 +42,18 @@ def find_attention(closed: ClosedJaxpr, kernel: str) -> list[PromptAttention]:
         return found
     consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     scope = Scope(ProgramDims(closed.jaxpr, "", 1), consts)
-    for division in softmaxes(scope.graph):
+    for end in makes_weights(scope.graph):
         try:
             # Masks are evaluated, also while a function that reads prompts is traced.
             with jax.ensure_compile_time_eval():
-                match = match_attention(scope, division)
-            if match is None or match.operands.mask is not None:
+                match = match_attention(scope, end)
+            if match is None or match.operands.leaves or match.operands.function:
                 continue
             if kernel == "cudnn":
                 check_cudnn(match.operands, "gpu")
         except NotReplaced:
             continue
         own = match.operands
-        attend = (cudnn_attention if kernel == "cudnn" else xla_attention)(own.allowed, own.scale)
-        run = partial(run_attention, own, attend)
+        run = partial(run_attention, own, make_attend(own, kernel))
         found.append(PromptAttention((own.query, own.key, own.value), match.output, run))
     return found

@@ -10,6 +10,7 @@ from meshwright.models.attention import attend, causal_mask
 
 SAMPLES, LENGTH, HEADS, CHANNELS = 4, 16, 4, 8
 CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
+NEITHER = "its mask is neither causal, nor a sliding window, nor full"
 
 
 def causal():
@@ -88,8 +89,8 @@ def hidden_where_zero(scores):
 
 
 def window(scores):
-    distance = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None, :]
-    return jnp.where((distance >= 0) & (distance < 5), scores, -jnp.inf)
+    back = distance(scores)
+    return jnp.where((back >= 0) & (back < 5), scores, -jnp.inf)
 
 
 def two_sided(scores):
@@ -137,47 +138,6 @@ def called(mask):
 
 def added_to(scores):
     return scores + jnp.where(causal(), 0.0, -1e9)
-
-
-REPLACED = {
-    "full": (by_library(), "full"),
-    "causal": (by_library(is_causal=True), "causal"),
-    "grouped": (grouped, "causal"),
-    "library_window": (by_library(is_causal=True, local_window_size=(4, 0)), "causal, window 5"),
-    "library_mask": (by_library_masked, "causal"),
-    "library_scale": (by_library(is_causal=True, scale=0.3), "causal"),
-    "heads_first": (by_hand(), "causal"),
-    "channels_last": (channels_last, "causal"),
-    "queries_last": (queries_last, "causal"),
-    "scaled_queries": (scaled_queries, "causal"),
-    "scale_computed": (by_hand(scale=lambda s: s / jnp.sqrt(CHANNELS)), "causal"),
-    "lowest": (by_hand(lambda s: jnp.where(causal(), s, jnp.finfo(s.dtype).min)), "causal"),
-    "inverted": (by_hand(lambda s: jnp.where(~causal(), -1e9, s)), "causal"),
-    "equal_zero": (
-        by_hand(lambda s: jnp.where(jnp.tril(jnp.ones_like(s[0, 0])) == 0, -1e9, s)),
-        "causal",
-    ),
-    "added": (by_hand(added_to), "causal"),
-    "numpy_mask": (by_hand(lambda s: jnp.where(CAUSAL, s, -1e9)), "causal"),
-    "another_numpy_mask": (
-        by_hand(lambda s: jnp.where(CAUSAL & ~np.tril(CAUSAL, -3), s, -1e9)),
-        "causal, window 3",
-    ),
-    "by_exponentials": (by_hand(softmax=exponentials), "causal"),
-    "repeated": (repeated, "causal"),
-    "single_head": (single_head, "causal"),
-    "cross": (cross, "full"),
-    "window": (by_hand(window), "causal, window 5"),
-    "packed": (packed, "causal, packed documents"),
-    "packed_window": (packed_window, "causal, window 5, packed documents"),
-    "packed_by_hand": (packed_by_hand, "causal, packed documents"),
-    "packed_twice_masked": (packed_twice_masked, "causal, packed documents"),
-    "packed_both_ways": (packed_both_ways, "full, packed documents"),
-    "checkpointed": (checkpointed, "causal"),
-    "called": (called(causal), "causal"),
-    "called_again": (called(lambda: jnp.ones((LENGTH, LENGTH), bool)), "full"),
-}
-"""By name: a form that is replaced, and what is said of it."""
 
 
 def with_dropout(weights, batch):
@@ -229,18 +189,110 @@ def biased(q, k, v, batch):
     return by_hand(mask=lambda s: s + bias)(q, k, v, batch)
 
 
+def soft_cap_window(q, k, v, batch):
+    """With heads that share keys."""
+    by_group = q.reshape(*q.shape[:2], 2, 2, q.shape[3])
+    scores = jnp.einsum("btkgc,bskc->bkgts", by_group, k[:, :, :2]) / 3
+    scores = window(2 * jnp.tanh(scores / 2))
+    mixed = jnp.einsum("bkgts,bskc->btkgc", jax.nn.softmax(scores), v[:, :, :2])
+    return mixed.reshape(q.shape)
+
+
+def distance(scores):
+    return jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
+
+
+def alibi(scores):
+    slopes = 2.0 ** -jnp.arange(1, HEADS + 1)[:, None, None]
+    return jnp.where(distance(scores) >= 0, scores - slopes * distance(scores), -jnp.inf)
+
+
+def padded(q, k, v, batch):
+    """Positions that attend to hidden keys alone attend to all keys alike."""
+    hidden = batch["hidden"][:, None, None, :]
+    hide = lambda s: jnp.where(distance(s) >= 0, jnp.where(hidden, s, -1e9), -1e9)  # noqa: E731
+    return by_hand(hide)(q, k, v, batch)
+
+
+def packed_soft_cap(q, k, v, batch):
+    same = batch["segments"][:, None, :, None] == batch["segments"][:, None, None, :]
+    mask = lambda s: jnp.where(same & (distance(s) >= 0), jnp.tanh(s), -1e30)  # noqa: E731
+    return by_hand(mask)(q, k, v, batch)
+
+
+def sigmoids(scores):
+    return jnp.where(distance(scores) >= 0, jax.nn.sigmoid(scores - 2), 0)
+
+
+SCORES = {
+    "soft_cap_window": (soft_cap_window, "causal, window 5, its scores are changed by tanh"),
+    "alibi": (by_hand(alibi), "causal, its scores are changed by sub"),
+    "padded": (padded, "full, its mask depends on data"),
+    "packed_soft_cap": (
+        packed_soft_cap,
+        "causal, packed documents, its scores are changed by tanh",
+    ),
+    "sigmoid": (
+        by_hand(lambda s: s, softmax=sigmoids),
+        "causal, its weights are sigmoids",
+    ),
+}
+"""By name: a form with a function of its scores, and what is said of it."""
+
+REPLACED = {
+    **SCORES,
+    "full": (by_library(), "full"),
+    "causal": (by_library(is_causal=True), "causal"),
+    "grouped": (grouped, "causal"),
+    "library_window": (by_library(is_causal=True, local_window_size=(4, 0)), "causal, window 5"),
+    "library_mask": (by_library_masked, "causal"),
+    "library_scale": (by_library(is_causal=True, scale=0.3), "causal"),
+    "heads_first": (by_hand(), "causal"),
+    "channels_last": (channels_last, "causal"),
+    "queries_last": (queries_last, "causal"),
+    "scaled_queries": (scaled_queries, "causal"),
+    "scale_computed": (by_hand(scale=lambda s: s / jnp.sqrt(CHANNELS)), "causal"),
+    "lowest": (by_hand(lambda s: jnp.where(causal(), s, jnp.finfo(s.dtype).min)), "causal"),
+    "inverted": (by_hand(lambda s: jnp.where(~causal(), -1e9, s)), "causal"),
+    "equal_zero": (
+        by_hand(lambda s: jnp.where(jnp.tril(jnp.ones_like(s[0, 0])) == 0, -1e9, s)),
+        "causal",
+    ),
+    "added": (by_hand(added_to), "causal"),
+    "numpy_mask": (by_hand(lambda s: jnp.where(CAUSAL, s, -1e9)), "causal"),
+    "another_numpy_mask": (
+        by_hand(lambda s: jnp.where(CAUSAL & ~np.tril(CAUSAL, -3), s, -1e9)),
+        "causal, window 3",
+    ),
+    "by_exponentials": (by_hand(softmax=exponentials), "causal"),
+    "repeated": (repeated, "causal"),
+    "single_head": (single_head, "causal"),
+    "cross": (cross, "full"),
+    "window": (by_hand(window), "causal, window 5"),
+    "packed": (packed, "causal, packed documents"),
+    "packed_window": (packed_window, "causal, window 5, packed documents"),
+    "packed_by_hand": (packed_by_hand, "causal, packed documents"),
+    "packed_twice_masked": (packed_twice_masked, "causal, packed documents"),
+    "packed_both_ways": (packed_both_ways, "full, packed documents"),
+    "checkpointed": (checkpointed, "causal"),
+    "data_mask": (data_mask, "full, its mask depends on data"),
+    "soft_cap": (by_hand(soft_cap), "full, its scores are changed by tanh"),
+    "striped": (by_hand(striped), f"full, {NEITHER}"),
+    "two_sided": (by_hand(two_sided), f"full, {NEITHER}"),
+    "called": (called(causal), "causal"),
+    "called_again": (called(lambda: jnp.ones((LENGTH, LENGTH), bool)), "full"),
+}
+"""By name: a form that is replaced, and what is said of it."""
+
+
 NOT_REPLACED = {
     "dropout": (by_hand(end=with_dropout), "its weights are changed by"),
-    "data_mask": (data_mask, "its mask depends on data"),
-    "soft_cap": (by_hand(soft_cap), "tanh"),
     "over_heads": (over_heads, "batch dim"),
     "over_queries": (over_queries, "sums over something other than the keys"),
     "weights_read": (by_hand(end=read_twice), "read elsewhere"),
     "printed": (by_hand(printed), "read by"),
     "printed_weights": (by_hand(end=printed_weights), "read elsewhere"),
-    "striped": (by_hand(striped), "neither causal"),
-    "two_sided": (by_hand(two_sided), "neither causal"),
-    "biased": (biased, "its scores are changed by add"),
+    "biased": (biased, "its scores depend on a learned value"),
     "averaged": (by_hand(end=averaged), "its weights are changed by"),
 }
 """By name: a form that is evaluated as written, and a part of the reason."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.program.jaxpr.equations import Equation, Var, aval_of
 from meshwright.program.kernels.masks import Allowed
 from meshwright.program.kernels.regions import NotReplaced
+from meshwright.program.kernels.score_functions import ScoreFunction
 
 Role = tuple[str, int]
 """What a dim of the scores is: ("batch", n), ("query", dim of the query) or ("key", dim)."""
@@ -34,8 +35,9 @@ class AttentionOperands:
         num_batch: how many batch dims there are, heads included.
         scale: the factor on the scores.
         allowed: what queries may attend to.
-        mask: the mask as an array, if it depends on documents.
-        mask_dims: for each dim of the mask its position in (batch…, length, group…, keys).
+        function: what is computed from scores, if it is more than a scale and a mask.
+        leaves: the arrays it reads, else the mask if that depends on documents; with the position
+            of each of their dims in (batch…, length, group…, keys), None if it has size 1.
     """
 
     query: Var
@@ -48,8 +50,16 @@ class AttentionOperands:
     num_batch: int
     scale: float
     allowed: Allowed
-    mask: Var | None = None
-    mask_dims: tuple[int | None, ...] = ()
+    function: ScoreFunction | None = None
+    leaves: tuple[tuple[Var, tuple[int | None, ...]], ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Var, ...]:
+        """The variables that it reads."""
+        return (self.query, self.key, self.value, *(leaf for leaf, _ in self.leaves))
+
+    def __str__(self) -> str:
+        return str(self.allowed) + ("" if self.function is None else f", {self.function.why}")
 
 
 @dataclass(frozen=True)
@@ -139,12 +149,15 @@ class ValueProduct:
     def _batch(self) -> list[Role]:
         return [self.roles[d] for d in _numbers(self.eqn)[1][self._side]]
 
+    @property
+    def summed(self) -> list[Role]:
+        """The dims of the weights that it sums over."""
+        return [self.roles[d] for d in _numbers(self.eqn)[0][self._side]]
+
     def check(self, scores: ScoreProduct) -> None:
         """Raise unless it sums over the keys, for each sample and head."""
-        contracting, _ = _numbers(self.eqn)
         batch: list[Role] = [("batch", n) for n in range(len(scores.order))]
-        summed = [self.roles[d] for d in contracting[self._side]]
-        if sorted(self._batch) != batch or summed != [("key", scores.key_positions)]:
+        if sorted(self._batch) != batch or self.summed != [("key", scores.key_positions)]:
             raise NotReplaced("its second product sums over something other than the keys")
         if len(free_dims(self.eqn, 1 - self._side)) != 1:
             raise NotReplaced("its values have several dims of channels")

@@ -22,8 +22,8 @@ from meshwright.program.kernels.context_attention import (
     ContextExchanges,
     LayoutOf,
 )
-from meshwright.program.kernels.fused_attention import AttentionKernel, check_cudnn
-from meshwright.program.kernels.match_attention import match_attention, softmaxes
+from meshwright.program.kernels.fused_attention import AttentionKernel, check_kernel
+from meshwright.program.kernels.match_attention import makes_weights, match_attention
 from meshwright.program.kernels.match_loss import (
     is_differentiable,
     match_loss,
@@ -140,8 +140,8 @@ class _Finder:
         """Add the regions of one program."""
         graph, program = scope.graph, scope.program
         self.dead |= graph.dead
-        for division in softmaxes(graph):
-            self._try("attention", program, division, self._attention, scope, division)
+        for end in makes_weights(graph):
+            self._try("attention", program, end, self._attention, scope, end)
         for product in projections(graph, program):
             self._try("loss", program, product, self._loss, graph, program, product)
         for root in norms(graph):
@@ -174,33 +174,34 @@ class _Finder:
         module = region.module or program.path
         self.uses.append(Substitution(kind, module, region.kernel.name, region.detail))
 
-    def _attention(self, scope: Scope, division: Equation) -> Region | None:
-        match = match_attention(scope, division)
+    def _attention(self, scope: Scope, end: Equation) -> Region | None:
+        match, name = match_attention(scope, end), "xla"
         if match is None:
             return None
-        operands = match.operands
-        inputs = (operands.query, operands.key, operands.value)
-        inputs = inputs if operands.mask is None else (*inputs, operands.mask)
+        operands, inputs = match.operands, match.operands.inputs
+        if self.kernels.choice == "auto":
+            name = check_kernel(operands, self.kernels.platform, planned=self.kernels.planned)
         placed = self.exchanges.attention.get(match.output)
         if placed is None:
-            layouts = [self.layout(scope.program, v) for v in (*inputs, match.output)]
+            ends = (operands.query, operands.key, operands.value, match.output)
+            layouts = [self.layout(scope.program, v) for v in ends]
         else:
             self._check_rows(operands.query, placed.inside[0])
-            layouts = _on_context(operands, placed)
+            layouts = list(placed.inside)
             placed = placed.with_kernel(operands, self.exchanges.size)
+            if operands.function is not None and not placed.by_heads:
+                raise NotReplaced(f"{operands.function.why}, and the context axis gathers keys")
         if any(spec is not None for spec in layouts):
             _check_layouts(operands, layouts)
-        name = "cudnn" if self.kernels.choice == "auto" else "xla"
-        if name == "cudnn":
-            check_cudnn(operands, self.kernels.platform, planned=self.kernels.planned)
+        layouts = _with_leaves(operands, layouts)
         return Region(
             module_name(match.eqns),
             match.eqns,
             inputs,
             (match.output,),
             scope.graph.place(match.eqns, inputs, [match.output]),
-            AttentionKernel(name, operands, tuple(layouts), placed, self.kernels.planned),
-            str(operands.allowed),
+            AttentionKernel(name, operands, layouts, placed, self.kernels.planned),
+            str(operands),
         )
 
     def _check_rows(self, hidden: Var, layout: PartitionSpec | None) -> None:
@@ -245,15 +246,16 @@ def _rowwise(
     )
 
 
-def _on_context(operands: AttentionOperands, placed: AttentionLayouts) -> list[PartitionSpec]:
-    """Return the layouts of the operands and the result where positions are exchanged."""
-    layouts = list(placed.inside[:-1])
-    if operands.mask is not None:
-        axes = [*_entries(placed.inside[0], operands.query_dims)[:-1], None]
-        dims = zip(aval_of(operands.mask).shape, operands.mask_dims, strict=True)
-        of_mask = [None if at is None or size == 1 else axes[at] for size, at in dims]
-        layouts.append(PartitionSpec(*of_mask))
-    return [*layouts, placed.inside[-1]]
+def _with_leaves(
+    operands: AttentionOperands, layouts: Sequence[PartitionSpec | None]
+) -> tuple[PartitionSpec | None, ...]:
+    """Return layouts with those of what scores depend on, which are sharded as the queries are."""
+    axes = [*_entries(layouts[0], operands.query_dims)[:-1], None]
+    specs: list[PartitionSpec] = []
+    for variable, dims in operands.leaves:
+        sizes = zip(aval_of(variable).shape, dims, strict=True)
+        specs.append(PartitionSpec(*(None if d is None or n == 1 else axes[d] for n, d in sizes)))
+    return (*layouts[:3], *specs, layouts[3])
 
 
 def _check_layouts(operands: AttentionOperands, specs: Sequence[PartitionSpec | None]) -> None:
@@ -267,7 +269,7 @@ def _check_layouts(operands: AttentionOperands, specs: Sequence[PartitionSpec | 
     }
     count = operands.num_batch
     first = _entries(specs[0], operands.query_dims)
-    for (name, order), spec in zip(orders.items(), (*specs[:3], specs[-1]), strict=True):
+    for (name, order), spec in zip(orders.items(), specs, strict=True):
         entries = _entries(spec, order)
         rows = CONTEXT if name in ("query", "output") and first[count] == CONTEXT else None
         if entries[:count] != first[:count] or entries[count] != rows or any(entries[count + 1 :]):

@@ -1,4 +1,4 @@
-"""Attention: cuDNN's kernel on GPUs, and a form for any device that saves no scores."""
+"""Attention: the kernels for GPUs, and forms for any device that save no scores."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from meshwright.program.kernels.context_attention import AttentionLayouts
 from meshwright.program.kernels.joined_attention import NEVER, Attend, AttentionPart, differentiable
 from meshwright.program.kernels.masks import Allowed, band
 from meshwright.program.kernels.regions import NotReplaced, Region
+from meshwright.program.kernels.score_functions import Block, ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class AttentionKernel:
     """Evaluates attention by a kernel for query, key and value.
 
     Attributes:
-        name: ``cudnn`` or ``xla``.
+        name: ``cudnn``, ``pallas`` or ``xla``.
         operands: what it reads.
         layouts: how its inputs and its result are sharded over the mesh; None where they are not.
         exchange: how positions are exchanged over the context axis; None if they are not.
@@ -46,20 +47,27 @@ class AttentionKernel:
 
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
         """Return the result of the second product."""
-        by_cudnn = self.name == "cudnn" and env.evaluator.weights.casts
-        form = cudnn_attention if by_cudnn else xla_attention
-        form = planned_attention if by_cudnn and self.planned else form
-        attend = form(self.operands.allowed, self.operands.scale)
+        form = self.name if env.evaluator.weights.casts else "xla"
+        attend = make_attend(self.operands, "planned" if form != "xla" and self.planned else form)
         inputs = [env.read(variable) for variable in region.inputs]
         exchange, layouts = self.exchange, list(self.layouts)
         own = exchange is not None and not exchange.by_heads
         if exchange is not None and exchange.shared is not None:
-            part = partial(cudnn_part if by_cudnn else xla_part, scale=self.operands.scale)
+            part = partial(cudnn_part if form == "cudnn" else xla_part, scale=self.operands.scale)
             attend, own = exchange.shared.attention(part, exchange.repeated[0][1]), False
             layouts[1:3] = exchange.own_keys
         run = partial(run_attention, self.operands, attend, own_rows=own)
         result = run_locally(run, inputs, layouts[:-1], layouts[-1], mesh)
         return [result if exchange is None else constrain(result, mesh.sharding(exchange.rows))]
+
+
+def make_attend(operands: AttentionOperands, form: str) -> Attend:
+    """Return attention in one of its forms."""
+    function, allowed = operands.function, operands.allowed
+    if function is not None and form != "planned":
+        return xla_scores(function) if form == "xla" else _by_blocks()(function, allowed)
+    forms = {"cudnn": cudnn_attention, "planned": planned_attention, "xla": xla_attention}
+    return forms[form](allowed, operands.scale)
 
 
 def run_attention(
@@ -85,10 +93,15 @@ def run_attention(
         return array.reshape(math.prod(batch), -1, math.prod(heads), array.shape[-1])
 
     key, value = of_keys(key, operands.key_dims), of_keys(value, operands.value_dims)
-    mask = None
+    mask: Any = None
     first = jax.lax.axis_index(CONTEXT) * length if own_rows else 0
-    if operands.mask is not None:
-        mask = _rows_and_keys(operands, arrays[3], batch, length)
+    whole = (*batch, *heads, length, *groups, key.shape[1])
+    read = zip(arrays[3:], (dims for _, dims in operands.leaves), strict=True)
+    leaves = [_broadcastable(array, dims, whole, count) for array, dims in read]
+    if operands.function is not None:
+        mask = leaves
+    elif leaves:
+        mask = jnp.broadcast_to(leaves[0], (query.shape[0], 1, length, key.shape[1]))
         mask &= band(operands.allowed, mask.shape[-2:], first)
     elif own_rows and (operands.allowed.causal or operands.allowed.window is not None):
         mask = band(operands.allowed, (length, key.shape[1]), first)[None, None]
@@ -97,22 +110,27 @@ def run_attention(
     return jnp.transpose(jnp.moveaxis(out, count - head, count), operands.output_dims)
 
 
-def _rows_and_keys(
-    operands: AttentionOperands, mask: Any, batch: tuple[int, ...], length: int
+def _broadcastable(
+    array: Any, dims: tuple[int | None, ...], whole: tuple[int, ...], count: int
 ) -> Any:
-    """Return a mask as [B, 1, T, S]."""
-    count, last = operands.num_batch, len(operands.query_dims) - 1
-    dims = operands.mask_dims
-    keys = next(mask.shape[d] for d, at in enumerate(dims) if at == last)
-    kept = sorted((at, d) for d, at in enumerate(dims) if at is not None)
-    ordered = jnp.transpose(
-        mask, [*(d for _, d in kept), *(d for d, at in enumerate(dims) if at is None)]
-    )
-    present = [at for at, _ in kept]
-    wanted = [*range(len(batch)), count, last]
-    shape = [ordered.shape[present.index(at)] if at in present else 1 for at in wanted]
-    full = (*batch, length, keys)
-    return jnp.broadcast_to(ordered.reshape(shape), full).reshape(math.prod(batch), 1, length, keys)
+    """Return what scores are computed from as [B or 1, H or 1, T or 1, S or 1].
+
+    Args:
+        array: a mask, a bias or the like.
+        dims: for each of its dims the one of ``whole`` that it is; None if it has size 1.
+        whole: the sizes of (batch…, heads, length, group…, keys).
+        count: how many dims of these are before the length.
+    """
+    head, last = (count - 1 if count > 1 else count), len(whole) - 1
+    parts = [range(head), (*range(head, count), *range(count + 1, last)), (count,), (last,)]
+    order, place = [n for part in parts for n in part], {at: d for d, at in enumerate(dims)}
+    ones = [d for d, at in enumerate(dims) if at is None]
+    array = jnp.transpose(array, [*(place[n] for n in order if n in place), *ones])
+    array = array.reshape([whole[n] if n in place else 1 for n in order])
+    # Dims that are joined are there as a whole or not at all.
+    some = {n for part in parts if place.keys() & set(part) for n in part}
+    array = jnp.broadcast_to(array, [whole[n] if n in some else 1 for n in order])
+    return array.reshape([math.prod(whole[n] for n in part if n in some) for part in parts])
 
 
 def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
@@ -190,14 +208,49 @@ def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = F
         )
     length = query.shape[operands.query_dims[operands.num_batch]]
     keys = aval_of(operands.key).shape[operands.key_dims[-2]]
-    if operands.mask is not None and (length % 2 or keys % 2):
+    if operands.leaves and (length % 2 or keys % 2):
         raise NotReplaced(f"packed documents need rows of even length, not {length}")
     if planned and (length % 2 or keys % 2):
         # JAX 0.11 and 0.12 refuse them.
         raise NotReplaced(f"it needs rows of even length, not {length}")
-    form = operands.allowed, operands.scale, operands.mask is not None
+    form = operands.allowed, operands.scale, bool(operands.leaves)
     if not planned and (refusal := _refusal(length, keys, channels, query.dtype, *form)):
         raise NotReplaced(f"cuDNN has no kernel for it: {refusal}")
+
+
+PAYS_FROM, BLOCK, CHANNELS = 1024, 128, (64, 128)
+"""For which rows and heads attention by blocks was measured: it takes half the time."""
+
+
+def check_kernel(operands: AttentionOperands, platform: str, *, planned: bool = False) -> str:
+    """Return the kernel for attention on a platform; raise if there is none that pays."""
+    if operands.function is None or platform != "gpu":
+        check_cudnn(operands, platform, planned=planned)
+        return "cudnn"
+    query, value = aval_of(operands.query), aval_of(operands.value)
+    channels, length = (query.shape[operands.query_dims[n]] for n in (-1, operands.num_batch))
+    keys = aval_of(operands.key).shape[operands.key_dims[-2]]
+    same = channels in CHANNELS and channels == value.shape[operands.value_dims[-1]]
+    long = min(length, keys) >= PAYS_FROM and length % BLOCK == keys % BLOCK == 0
+    for holds, needs in (
+        (query.dtype == jnp.bfloat16, f"bf16, not {query.dtype}"),
+        (same, f"heads of 64 or 128 channels, not {channels}"),
+        (long, f"rows of {PAYS_FROM:,} positions or more, a multiple of {BLOCK}, not {length:,}"),
+    ):
+        if not holds:
+            raise NotReplaced(f"{operands.function.why}, for which a kernel needs {needs}")
+    _by_blocks()
+    return "pallas"
+
+
+def _by_blocks() -> Callable[..., Attend]:
+    """Return what makes attention by blocks; raise if JAX has no Triton any more."""
+    try:
+        # Pallas takes half a second to import.
+        from meshwright.program.kernels.block_attention import block_attention
+    except (ImportError, AttributeError) as error:
+        raise NotReplaced(f"JAX {jax.__version__} has no Triton: {first_line(error)}") from None
+    return block_attention
 
 
 @lru_cache
@@ -297,3 +350,19 @@ def cudnn_part(allowed: Allowed, scale: float) -> AttentionPart:
 def xla_attention(allowed: Allowed, scale: float) -> Attend:
     """Return attention that saves queries, keys, values and its result, and no scores."""
     return differentiable(xla_part(allowed, scale))
+
+
+def xla_scores(function: ScoreFunction) -> Attend:
+    """Return attention with a function of its scores, which its gradient computes again."""
+
+    @jax.checkpoint
+    def attend(query: Any, key: Any, value: Any, leaves: Any) -> Any:
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+        products = jnp.einsum("bthc,bshc->bhts", query, key, preferred_element_type=wide)
+        at = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])[None, :]
+        weights = function(Block(products, leaves, at))
+        weights = jax.nn.softmax(weights) if function.normalized else weights
+        return jnp.einsum("bhts,bshc->bthc", weights.astype(value.dtype), value)
+
+    return attend

@@ -27,7 +27,8 @@ _OVERHEAD = 128
 Attend = Callable[..., Any]
 """(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C].
 
-A mask says all that queries may attend to.
+A mask says all that queries may attend to. Attention with a function of its scores gets, instead,
+what the function reads, each [B or 1, H or 1, T or 1, S or 1].
 """
 
 ATTENDED = "attended"

@@ -125,12 +125,33 @@ def before_broadcast(
     """
     mapped = list(dims)
     scope, atom = scope.origin(atom) if outside else (scope, atom)
-    while (eqn := scope.graph.made_by(atom, "broadcast_in_dim")) is not None:
-        source = eqn.invars[0]
-        to = zip(eqn.params["broadcast_dimensions"], aval_of(source).shape, strict=True)
-        mapped = [mapped[dim] if size > 1 else None for dim, size in to]
+    while (eqn := scope.graph.made_by(atom)) is not None:
+        if (moved := moved_dims(eqn, mapped)) is None:
+            break
+        mapped, source = moved, eqn.invars[0]
         scope, atom = scope.origin(source) if outside else (scope, source)
     return scope, atom, mapped
+
+
+def moved_dims(eqn: Equation, dims: Sequence[_Dim | None]) -> list[_Dim | None] | None:
+    """Return the dims of what an equation only moves or repeats; None if it does more.
+
+    Dims of size 1 are None.
+    """
+    name = eqn.primitive.name
+    if name not in ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+        return None
+    sizes, after = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
+    if name == "transpose":
+        order = list(eqn.params["permutation"])
+        return [dims[order.index(n)] for n in range(len(order))]
+    if name == "broadcast_in_dim":
+        to = zip(eqn.params["broadcast_dimensions"], sizes, strict=True)
+        return [dims[dim] if size > 1 else None for dim, size in to]
+    if [size for size in after if size > 1] != [size for size in sizes if size > 1]:
+        return None
+    left = iter([dim for dim, size in zip(dims, after, strict=True) if size > 1])
+    return [next(left) if size > 1 else None for size in sizes]
 
 
 def _classify(
@@ -233,41 +254,13 @@ def _check_documents(
 ) -> None:
     """Raise unless an equation compares the documents of queries and keys."""
     (left_scope, left, of_left), (right_scope, right, of_right) = (
-        _broadcast_source(scope, atom, dims) for atom in eqn.invars
+        before_broadcast(scope, atom, dims) for atom in eqn.invars
     )
     same = left is right and left_scope is right_scope and not isinstance(left, Constant)
     ends = {of_left[-1] if of_left else None, of_right[-1] if of_right else None}
     rows = of_left[:-1] == of_right[:-1]
     if not same or not rows or ends != {query, key} or len(aval_of(left).shape) != 2:
         raise NotReplaced("its mask compares other values than the documents of a row")
-
-
-def _broadcast_source(
-    scope: Scope, atom: Atom, dims: Sequence[int | None]
-) -> tuple[Scope, Atom, list[int | None]]:
-    mapped = list(dims)
-    while (eqn := scope.graph.made_by(atom, "broadcast_in_dim", "reshape")) is not None:
-        source = eqn.invars[0]
-        if eqn.primitive.name == "reshape":
-            positions = _kept_dims(aval_of(source).shape, aval_of(eqn.outvars[0]).shape)
-        else:
-            positions = list(eqn.params["broadcast_dimensions"])
-        mapped = [mapped[to] for to in positions]
-        scope, atom = scope.origin(source)
-    return scope, atom, mapped
-
-
-def _kept_dims(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """Return, for each dim before a reshape that only adds dims of size 1, its position after."""
-    positions: list[int] = []
-    for position, size in enumerate(after):
-        if len(positions) < len(before) and size == before[len(positions)]:
-            positions.append(position)
-        elif size != 1:
-            raise NotReplaced("its mask is reshaped")
-    if len(positions) < len(before):
-        raise NotReplaced("its mask is reshaped")
-    return positions
 
 
 def merge(conditions: Sequence[Allowed]) -> Allowed:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import needed_equations, variables_read
 from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.jaxpr.equations import (
     CALLS,
     REMATS,
@@ -19,9 +21,13 @@ from meshwright.program.jaxpr.equations import (
     Jaxpr,
     Literal,
     Var,
+    aval_of,
 )
 from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.kernels.regions import Graph
+
+REPEATS = ("broadcast_in_dim", "reshape", "convert_element_type")
+"""Operations after which a number per row, or a single one, is still the same number."""
 
 
 class Scope:
@@ -59,6 +65,17 @@ class Scope:
         if atom not in self._constants:
             self._constants[atom] = self._make_constant(atom)
         return self._constants[atom]
+
+    def number(self, atom: Atom) -> float | None:
+        """Return the value of a constant scalar, which may be repeated."""
+        scope, atom = self.origin(self.graph.before(atom, *REPEATS))
+        if isinstance(atom, Literal):
+            return float(atom.val) if np.ndim(atom.val) == 0 else None
+        program = scope.constant(atom) if aval_of(atom).shape == () else None
+        if program is None:
+            return None
+        with jax.enable_x64(True):
+            return float(wide_evaluator().run(program, [])[0])
 
     def _make_constant(self, variable: Var) -> ClosedJaxpr | None:
         eqns = needed_equations(self.program.jaxpr.eqns, [variable])
