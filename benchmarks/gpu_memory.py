@@ -99,6 +99,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "Llama 3 1B, fsdp=8, remat=full": (
         *("model=llama3_1b", "training.micro_batch_size=2", "mesh.fsdp=8", "sharding.remat=full"),
     ),
+    **{
+        f"Llama 3 1B, 2 blocks, 131,072 tokens, context=8, remat={remat}": (
+            *("model=llama3_1b", "model.num_blocks=2", "model.context_length=131072"),
+            *("data.sequence_length=131072", "training.micro_batch_size=1", "mesh.context=8"),
+            f"sharding.remat={remat}",
+        )
+        for remat in ("none", "full")
+    },
     "ViT-B, one GPU": ("model=vit_b", "training.micro_batch_size=64"),
     "ViT-B, fsdp=8": ("model=vit_b", "training.micro_batch_size=64", "mesh.fsdp=8"),
     "ResNet-50, one GPU": ("model=resnet50", "training.micro_batch_size=64"),
