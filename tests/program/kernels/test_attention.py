@@ -14,7 +14,6 @@ from program.kernels.attention_forms import (
     NOT_REPLACED,
     REPLACED,
     SAMPLES,
-    SCORES,
 )
 from program.kernels.kernel_runs import assembled, assert_equal, both, side_by_side, uses_in
 
@@ -23,7 +22,7 @@ from meshwright.program.kernels import masks, surroundings
 FORMS = REPLACED | NOT_REPLACED
 EVERYDAY = (
     *("grouped", "queries_last", "inverted", "another_numpy_mask", "cross"),
-    *("packed_twice_masked", *SCORES),
+    *("packed_twice_masked", "soft_cap_window", "padded", "sigmoid"),
 )
 
 
