@@ -292,7 +292,7 @@ def test_without_hardware_it_plans_for_what_is_there(plan):
         ),
         (
             ["hardware=8xA100-40GB", "mesh.data=8", "training.global_batch_size=7"],
-            "write training.global_batch_size=8, or leave",
+            "write training.global_batch_size=8, let several devices share each row (mesh.context)",
         ),
         (
             ["hardware=8xA100-40GB", "--out", "/nowhere/plan.yaml"],
