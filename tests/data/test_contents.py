@@ -1,10 +1,12 @@
 """Fingerprints of data: what enters them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from meshwright.data import contents
-from meshwright.data.contents import data_fingerprint
+from meshwright.data.contents import data_fingerprint, list_contents
 from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data
 
@@ -51,6 +53,15 @@ def test_lists_are_compared_by_what_they_hold(samples):
     assert fingerprint(items) == fingerprint(list(items))
     assert fingerprint(items).text != fingerprint(other).text
     assert fingerprint(items).compared.startswith("all ")
+
+
+def test_texts_are_compared_by_what_they_say():
+    def fingerprint(*texts):
+        data = SimpleNamespace(fingerprint=lambda: list_contents([{"prompt": t} for t in texts])[0])
+        return data_fingerprint(data, 0)
+
+    assert fingerprint("2+3=").text != fingerprint("2+4=").text
+    assert fingerprint("2+3=").compared.startswith("all ")
 
 
 def test_large_data_are_compared_at_places_drawn_from_the_seed(monkeypatch):
