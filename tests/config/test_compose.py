@@ -256,7 +256,7 @@ def test_yaml_of_each_part():
     assert Config.parse(job) == config_of("training.steps=3")
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(text=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=12))
 def test_quoted_text_is_read_back_unchanged(text):
     assert parse_overrides([f"run.project={quoted(text)}"])[0].value() == text
