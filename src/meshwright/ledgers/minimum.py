@@ -22,7 +22,8 @@ from meshwright.pipeline.execute.tick_rows import OpCounts, TickOp
 from meshwright.plan import Plan
 from meshwright.program.dims.op import is_inexact, nbytes_of
 from meshwright.program.jaxpr.equations import aval_of
-from meshwright.program.kernels.context_attention import AttentionLayouts, PassedStates
+from meshwright.program.kernels.context_attention import AttentionLayouts
+from meshwright.program.kernels.passed_states import PassedStates
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.step.assemble import Assembled
 

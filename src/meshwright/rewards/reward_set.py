@@ -150,11 +150,11 @@ class RewardSet:
         while todo:
             again: list[_Todo] = []
             for (f, g, pieces), found in zip(todo, self._run(todo, groups), strict=True):
-                # Which of several calls a process hung in is not known.
-                answers = [(None, found)] * len(pieces) if isinstance(found, str) else found
                 if isinstance(found, str) and len(pieces) > 1:
+                    # Which of several calls a process hung in is not known.
                     again += [(f, g, [which]) for which in pieces]
                     continue
+                answers = [(None, found)] if isinstance(found, str) else found
                 for which, (numbers, problem) in zip(pieces, answers, strict=True):
                     own, problem = _checked(numbers, len(which), problem)
                     values[starts[g] + np.array(which), f] = own

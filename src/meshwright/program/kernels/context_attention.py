@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import CONTEXT, TENSOR, entry_names
 from meshwright.program.dims.classes import DimClasses
-from meshwright.program.dims.op import is_inexact, nbytes_of
+from meshwright.program.dims.op import nbytes_of
 from meshwright.program.dims.walk import ProgramDims, all_programs
 from meshwright.program.jaxpr.equations import (
     Equation,
@@ -37,6 +37,7 @@ from meshwright.program.kernels.attention_products import (
     score_products,
 )
 from meshwright.program.kernels.joined_attention import SharedRows
+from meshwright.program.kernels.passed_states import PassedStates, scales_and_adds
 from meshwright.program.kernels.regions import Substitution, describe
 from meshwright.text.units import counted
 
@@ -107,21 +108,6 @@ class AttentionLayouts:
         kept = self.sent if shared.window is None else ()
         sent = (*kept, *(("collective-permute", *one) for one in moved))
         return replace(self, shared=shared, sent=sent)
-
-
-class PassedStates(NamedTuple):
-    """A loop through positions, and the layouts of its states; the rest as in attention."""
-
-    module: str
-    sent: tuple[tuple[str, float, bool], ...]
-    times: int
-    states: tuple[PartitionSpec, ...]
-
-    @property
-    def use(self) -> Substitution:
-        """How it is evaluated, in words."""
-        how = "each device goes through its own positions, after exchanging their states"
-        return Substitution("scan", self.module, how)
 
 
 Layouts = tuple[PartitionSpec, ...]
@@ -446,7 +432,7 @@ def _find_scans(at: _Placing, found: ContextExchanges) -> None:
         rows = [0 in at.classes.positions(at.program, x) for x in eqn.invars[constants + carries :]]
         if not any(rows):
             continue
-        if not all(rows) or eqn.params["reverse"] or not _scales_and_adds(eqn):
+        if not all(rows) or eqn.params["reverse"] or not scales_and_adds(eqn):
             raise _one_by_one(eqn, found.size)
         if eqn.params["length"] % found.size:
             why = f"its {eqn.params['length']} steps are not divisible by {found.size}"
@@ -458,26 +444,6 @@ def _find_scans(at: _Placing, found: ContextExchanges) -> None:
         assert isinstance(found.scans, dict)
         states = tuple(PartitionSpec(*at.gathered(v)) for v in eqn.outvars[:carries])
         found.scans[eqn.outvars[0]] = PassedStates(module, sent, at.program.times, states)
-
-
-def _scales_and_adds(eqn: Equation) -> bool:
-    """Whether a loop only scales the entries of its state and adds to them."""
-    jaxpr, (consts, carries) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
-    states = jaxpr.invars[consts : consts + carries]
-    # Which state a value is made of; -1 if it is made in another way.
-    made = {v: n for n, v in enumerate(states) if is_inexact(aval_of(v))}
-    for inner in jaxpr.eqns:
-        read = [made.get(atom) if isinstance(atom, Var) else None for atom in inner.invars]
-        of = {n for n in read if n is not None}
-        if not of:
-            continue
-        name = inner.primitive.name
-        scales = (name == "mul" and None in read) or (name == "div" and read[1] is None)
-        same = len(of) == 1 and (scales or name in ("add", "sub", "neg", "convert_element_type"))
-        same = same and is_inexact(aval_of(inner.outvars[0]))
-        made.update(dict.fromkeys(inner.outvars, of.pop() if same else -1))
-    after = [made.get(v) if isinstance(v, Var) else None for v in jaxpr.outvars[:carries]]
-    return after == list(range(carries))
 
 
 def _one_by_one(eqn: Equation, size: int, why: str = "") -> UserError:

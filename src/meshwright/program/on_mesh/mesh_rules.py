@@ -35,8 +35,9 @@ from meshwright.program.jaxpr.equations import (
     bind,
     scan_counts,
 )
-from meshwright.program.kernels.context_attention import Exchange, PassedStates
+from meshwright.program.kernels.context_attention import Exchange
 from meshwright.program.kernels.find_kernels import Kernels
+from meshwright.program.kernels.passed_states import PassedStates
 from meshwright.program.on_mesh.grouped_convolutions import grouped_layout, is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
 
