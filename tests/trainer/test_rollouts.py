@@ -107,7 +107,7 @@ def test_completions_are_written_with_their_rewards(whole):
 def test_sampled_log_probabilities_equal_teacher_forced_ones(mesh, tmp_path):
     made = trainer(mesh, counting(itertools.count()), beta=0.0)
     fit(made, tmp_path, 1)
-    with np.load(tmp_path / "completions" / "000000.npz") as batch:
+    with np.load(tmp_path / "completions" / "000001.npz") as batch:
         before = made.assemble(dict(batch))
         model = before.model(before.init(made.seed))
         full = np.asarray(token_log_probs(model, {"tokens": batch["tokens"]}))
@@ -133,7 +133,7 @@ def test_the_reference_of_adapters_is_the_base_without_a_copy(mesh, tmp_path, mo
     )
     trained = made.fit(PROMPTS, steps=2, batch_size=8, progress=False).model
     fit(again, tmp_path, 3)
-    with np.load(tmp_path / "completions" / "000001.npz") as batch:
+    with np.load(tmp_path / "completions" / "000003.npz") as batch:
         before = trainer(mesh).assemble(dict(batch))
         frozen = before.model(before.init(made.seed))
         tokens, mask = {"tokens": batch["tokens"]}, batch["completion_mask"] > 0
@@ -153,7 +153,7 @@ def test_a_run_resumed_inside_a_rollout_is_bit_equal(whole, tmp_path):
     for step in (4, 5):
         shutil.rmtree(tmp_path / "checkpoints" / str(step))
     assert not rollout_missing(tmp_path, 3)
-    kept = tmp_path / "completions" / "000001.npz"
+    kept = tmp_path / "completions" / "000003.npz"
     shutil.move(kept, tmp_path / "away")
     assert "in use until step 4" in rollout_missing(tmp_path, 3)
     with pytest.raises(mw.UserError, match="multiple of 2"):

@@ -241,6 +241,7 @@ COMMANDS = {
                 Flag("--field", "the field of the file with the prompt (default: prompt)", "NAME"),
                 Flag("--preset", "how they are drawn: greedy, standard or liberal", "NAME"),
                 Flag("--samples", "completions of each prompt (default: 1 or 8)", "N"),
+                Flag("--reward-seconds", "how long a call of a reward may take (default: 10)", "S"),
                 Flag("--threshold", "the least reward of a right completion (default: 1)", "X"),
                 Flag("--max-new-tokens", "the most tokens of a completion (default: 256)", "N"),
                 Flag("--seed", "seed of the completions (default: 0)", "N"),

@@ -94,7 +94,8 @@ class Rollouts:
     def __call__(self, number: int, batch_size: int) -> HostBatch:
         """Return the batch of a rollout."""
         seconds: dict[str, float] = {}
-        with activity(f"rollout {number + 1}", afterwards=False) as report:
+        step = number * self.task.num_iterations + 1
+        with activity(f"rollout for step {step}", afterwards=False) as report:
             columns = self.data.prompts.batch(number, self.data.num_prompts(batch_size))
             with _timed(seconds, "rollout_seconds"):
                 rows = self._complete(
@@ -125,7 +126,6 @@ class Rollouts:
         self._write(number, columns, rows, batch, values)
         if self.task.num_iterations > 1:
             self.files.keep(number, batch)
-        step = number * self.task.num_iterations + 1
         tokens = sum(len(row.tokens) for row in rows)
         seconds["rollout_tokens_per_second"] = tokens / max(seconds["rollout_seconds"], 1e-9)
         if number % max(1, self.log_every // self.task.num_iterations) == 0:
@@ -249,11 +249,12 @@ class Rollouts:
         self, number: int, columns: Any, rows: list[Row], batch: HostBatch, values: Any
     ) -> None:
         total, names = self.rewards.total(values), self.rewards.names
+        others = {name: each for name, each in columns.items() if name != PROMPT}
         prompts = np.repeat(np.arange(len(prompts_of(columns))), self.task.num_generations)
         lines = [
             {
-                "rollout": number,
                 "prompt": _plain(prompts_of(columns)[prompts[n]]),
+                "columns": {name: _plain(each[prompts[n]]) for name, each in others.items()},
                 "sample": row.sample,
                 "completion": row.tokens if row.text is None else row.text,
                 "tokens": len(row.tokens),
@@ -267,8 +268,8 @@ class Rollouts:
         self.files.write(number, lines, [row.tokens for row in rows])
 
 
-def _plain(prompt: Any) -> Any:
-    return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 @contextmanager

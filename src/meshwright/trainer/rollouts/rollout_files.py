@@ -62,23 +62,24 @@ class RolloutFiles:
             json.dumps({**line, **self._facts(number, own)}, ensure_ascii=False)
             for line, own in zip(lines, tokens, strict=True)
         ]
-        write_atomically(_path(self._folder, number, "jsonl"), "\n".join(texts) + "\n")
+        write_atomically(self._path(self._folder, number, "jsonl"), "\n".join(texts) + "\n")
 
     def keep(self, number: int, batch: HostBatch) -> None:
         """Keep a batch that several steps use."""
         if self._folder is None or not is_main():
             return
-        write_arrays(_path(self._folder, number, "npz"), batch)
+        write_arrays(self._path(self._folder, number, "npz"), batch)
         saved = self._folder.with_name(CHECKPOINTS).glob("[0-9]*")
         needed = {int(path.name) // self._each for path in saved if path.name.isdigit()}
-        for path in self._folder.glob("*.npz"):
-            if int(path.stem) <= number - KEPT and int(path.stem) not in needed:
-                path.unlink(missing_ok=True)
+        needed.update(range(number - KEPT + 1, number + 1))
+        named = {self._path(self._folder, each, "npz") for each in needed}
+        for path in set(self._folder.glob("*.npz")) - named:
+            path.unlink(missing_ok=True)
 
     def kept(self, number: int) -> HostBatch:
         """Return a batch that was kept, by this run or the one that it continues."""
         places = [self._folder, self._resumed and self._resumed / FOLDER]
-        paths = [_path(folder, number, "npz") for folder in places if folder is not None]
+        paths = [self._path(folder, number, "npz") for folder in places if folder is not None]
         path = next((path for path in paths if path.is_file()), None)
         if path is None:
             raise UserError(
@@ -93,7 +94,7 @@ class RolloutFiles:
     def _stored(self, number: int, tokens: Sequence[Sequence[int]]) -> list[list[float]] | None:
         if self._folder is None:
             return None
-        lines = list(read_lines(_path(self._folder, number, "jsonl")))
+        lines = list(read_lines(self._path(self._folder, number, "jsonl")))
         found = [(line.get("run"), line.get("digest")) for line in lines]
         if found != [(self._run, digest(own)) for own in tokens]:
             return None
@@ -102,6 +103,10 @@ class RolloutFiles:
             return None
         # A lost reward is null in JSON, and NaN here.
         return [[float("nan") if v is None else v for v in each.values()] for each in stored]
+
+    def _path(self, folder: Path, number: int, ending: str) -> Path:
+        """Return the file of a rollout, which is named by the first step that it serves."""
+        return folder / f"{number * self._each + 1:06}.{ending}"
 
     def _facts(self, number: int, tokens: Sequence[int]) -> dict[str, Any]:
         first = number * self._each + 1
@@ -118,10 +123,6 @@ def rollout_missing(run_dir: Path, step: int) -> str:
             inside = step < last and not kept.is_file()
             return f"its rollout is in use until step {last}, and {kept} is missing" * inside
     return ""
-
-
-def _path(folder: Path, number: int, ending: str) -> Path:
-    return folder / f"{number:06}.{ending}"
 
 
 def digest(tokens: Sequence[int]) -> str:

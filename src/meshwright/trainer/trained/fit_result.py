@@ -97,7 +97,10 @@ class FitResult:
         )
         losses = [f"{loss:.4f}" for loss in self.losses.values()]
         values = [f"loss {' → '.join(losses[:1] + losses[1:][-1:])}"] if losses else []
-        if self.eval_loss is not None:
+        rewards = [f"{own['reward']:.4f}" for own in self.eval.values() if "reward" in own]
+        if rewards:  # Losses of groups say nothing across steps.
+            values = [f"reward of held-out prompts {' → '.join(rewards[:1] + rewards[1:][-1:])}"]
+        elif self.eval_loss is not None:
             values.append(f"held out {self.eval_loss:.4f}")
         return "\n".join(filter(None, (ended, ", ".join(values))))
 
