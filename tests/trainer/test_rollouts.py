@@ -77,7 +77,8 @@ def whole(tmp_path_factory):
 
 
 def lines(folder, number):
-    path = folder / "completions" / f"{number:06}.jsonl"
+    """Return the completions of a rollout, which serves two steps."""
+    path = folder / "completions" / f"{2 * number + 1:06}.jsonl"
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
@@ -85,12 +86,13 @@ def test_completions_are_written_with_their_rewards(whole):
     folder, _ = whole
     counter = itertools.count()
     found = [lines(folder, number) for number in range(3)]
-    assert not (folder / "completions" / "000003.jsonl").exists()
+    assert not (folder / "completions" / "000007.jsonl").exists()
     assert len({line["prompt"] for rollout in found for line in rollout}) == 6
     answers = {record["prompt"]: record["answer"] for record in PROMPTS}
     for rollout in found:
         assert [line["sample"] for line in rollout] == [0, 1, 2, 3] * 2
         for line in rollout:
+            assert line["columns"] == {"answer": answers[line["prompt"]]}
             expected = score(line["completion"], answers[line["prompt"]]) + next(counter) % 7
             assert line["reward"] == pytest.approx(expected)
         for group in (rollout[:4], rollout[4:]):
@@ -99,6 +101,15 @@ def test_completions_are_written_with_their_rewards(whole):
     assert {row["split"] for row in rows} == {"train", "rollout"}
     names = ("reward", "kl", "entropy", "mismatch", "truncated", "zero_variance", "clipped_low")
     assert all(name in row for row in rows if row["split"] == "train" for name in names)
+
+
+def test_other_rewards_and_settings_are_refused_on_resume(whole):
+    folder, _ = whole
+    with pytest.raises(mw.UserError) as error:
+        fit(trainer(rewards=score, temperature=0.5), folder, 7)
+    assert "temperature was 0.9 and is 0.5" in error.value.why
+    name = trainer(rewards=counting(itertools.count())).task.reward_names[0]
+    assert f"reward_names was ['{name}'] and is ['score']" in error.value.why
 
 
 @pytest.mark.full

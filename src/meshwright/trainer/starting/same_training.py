@@ -11,6 +11,7 @@ from meshwright.errors import Setting, UserError
 from meshwright.program.jaxpr.fingerprint import fingerprint
 from meshwright.runtime.versions import own_code, package_versions
 from meshwright.step.assemble import Assembled
+from meshwright.tasks.grpo import GRPO
 from meshwright.text.units import counted
 from meshwright.trainer.starting.learning_rate import find_schedule, rate_at
 from meshwright.trainer.starting.process_facts import optimizer_settings
@@ -19,6 +20,8 @@ from meshwright.trainer.trainer_settings import TrainerSettings
 SAMPLED_STEPS = (0, 1, 10, 100, 1000, 10_000)
 """Where schedules are compared: their code may differ where their settings do not."""
 SHOWN = 4
+COSTS_TIME_ONLY = ("reward_seconds", "reward_processes", "generation_batch_size")
+"""Settings of rollouts that a resumed run may change."""
 
 
 def training_facts(trainer: TrainerSettings, assembled: Assembled) -> dict[str, Any]:
@@ -46,7 +49,14 @@ def training_facts(trainer: TrainerSettings, assembled: Assembled) -> dict[str, 
         "clip_norm": trainer.clip_norm,
         "ema_decay": trainer.ema_decay,
         "seed": trainer.seed,
+        "rollouts": {} if trainer.task is None else rollout_settings(trainer.task),
     }
+
+
+def rollout_settings(task: GRPO) -> dict[str, Any]:
+    """Return what decides completions and their scores: rewards by their names."""
+    found = task.model_dump(exclude={"rewards", "tokenizer", *COSTS_TIME_ONLY})
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
 
 
 def check_same_average(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
@@ -87,6 +97,12 @@ def training_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     ]
     more = f"{len(settings) - SHOWN} more settings of the optimizer differ"
     changes += settings[:SHOWN] + [more] * (len(settings) > SHOWN)
+    was, now_is = before["rollouts"], now["rollouts"]
+    changes += [
+        f"{name} was {was.get(name)} and is {now_is.get(name)}"
+        for name in dict.fromkeys([*was, *now_is])
+        if was.get(name) != now_is.get(name)
+    ]
     return [*changes, *loss_changes(before, now)]
 
 
