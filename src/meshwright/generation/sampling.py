@@ -14,6 +14,11 @@ from jax import Array
 from meshwright.config.argument_checks import check_count, check_kind
 from meshwright.errors import UserError, argument
 
+BLOCK = 64
+"""Neighbors in the vocabulary that are looked at together, and whose noise has one key."""
+SHARE = 4
+"""Tokens are drawn from the likeliest blocks alone if these are at most this part of all."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -69,7 +74,7 @@ class Sampling:
             biased=bool(self.logit_bias),
             penalized=self.repetition_penalty != 1,
             barred=self.min_new_tokens > 0 and len(self.stop_tokens) > 0,
-            top_k=self.top_k > 0 and not self.greedy,
+            top_k=1 << (self.top_k - 1).bit_length() if self.top_k and not self.greedy else 0,
             top_p=self.top_p < 1 and not self.greedy,
             min_p=self.min_p > 0 and not self.greedy,
         )
@@ -105,13 +110,16 @@ class Sampling:
 
 
 class Method(NamedTuple):
-    """What is done to logits; it decides which program is compiled."""
+    """What is done to logits; it decides which program is compiled.
+
+    ``top_k`` is a power of two that is not below the number of tokens that are left; 0 leaves all.
+    """
 
     greedy: bool = True
     biased: bool = False
     penalized: bool = False
     barred: bool = False
-    top_k: bool = False
+    top_k: int = 0
     top_p: bool = False
     min_p: bool = False
 
@@ -177,16 +185,35 @@ def choose(
     if method.greedy:
         token = jnp.argmax(changed, axis=-1).astype(jnp.int32)
         return Chosen(token, _log_prob(logits, token), jnp.zeros_like(logits[:, 0]))
-    left = changed / numbers.temperature
+    left, blocks = changed / numbers.temperature, None
+    if method.top_k and method.top_k * 4 * SHARE * BLOCK <= logits.shape[-1]:
+        left, blocks = likeliest_blocks(left, method.top_k * 4)
     if method.top_k:
         left = keep_top_k(left, numbers.top_k)
     if method.top_p:
         left = keep_top_p(left, numbers.top_p)
     if method.min_p:
         left = keep_min_p(left, numbers.min_p)
-    noise = gumbel(numbers.seed, draws, logits.shape[-1])
-    token = jnp.argmax(left + noise, axis=-1).astype(jnp.int32)
-    return Chosen(token, _log_prob(logits, token), _log_prob(left, token))
+    place = jnp.argmax(left + gumbel(numbers.seed, draws, left.shape[-1], blocks), axis=-1)
+    drawn_log_prob, token = _log_prob(left, place), place
+    if blocks is not None:
+        token = BLOCK * _at(blocks, place // BLOCK) + place % BLOCK
+    token = token.astype(jnp.int32)
+    return Chosen(token, _log_prob(logits, token), drawn_log_prob)
+
+
+def likeliest_blocks(logits: Array, count: int) -> tuple[Array, Array]:
+    """Return the logits [B, count · BLOCK] of the blocks with the likeliest tokens, and the blocks.
+
+    The likeliest tokens are among those of as many blocks. Four times as many leave room for ties;
+    of a tie of more tokens than that, the first ones are left.
+    """
+    width = -logits.shape[-1] % BLOCK
+    logits = jnp.pad(logits, ((0, 0), (0, width)), constant_values=-jnp.inf)
+    grouped = logits.reshape(logits.shape[0], -1, BLOCK)
+    blocks = jnp.sort(jax.lax.top_k(grouped.max(axis=-1), count)[1], axis=-1)
+    found = jnp.take_along_axis(grouped, blocks[:, :, None], axis=1)
+    return found.reshape(logits.shape[0], -1), blocks
 
 
 def penalize(logits: Array, seen: Array, penalty: Any) -> Array:
@@ -211,17 +238,24 @@ def keep_min_p(logits: Array, p: Any) -> Array:
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def gumbel(seed: Any, draws: Draws, vocabulary: int) -> Array:
-    """Return the noise [B, V] of each row, whatever the other rows are."""
+def gumbel(seed: Any, draws: Draws, size: int, blocks: Array | None = None) -> Array:
+    """Return the noise [B, size] of each row, whatever the other rows are.
 
-    def row(prompt: Array, sample: Array, position: Array) -> Array:
+    It is that of all tokens, or of those in some ``blocks`` [B, N].
+    """
+
+    def row(prompt: Array, sample: Array, position: Array, blocks: Array) -> Array:
         # The generator of the user's settings would change what a seed means.
         key = jax.random.key(seed, impl="threefry2x32")
         for number in (prompt, sample, position):
             key = jax.random.fold_in(key, number)
-        return jax.random.gumbel(key, (vocabulary,), jnp.float32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, blocks)
+        draw = jax.vmap(lambda key: jax.random.gumbel(key, (BLOCK,), jnp.float32))
+        return draw(keys).reshape(-1)[:size]
 
-    return jax.vmap(row)(*draws)
+    if blocks is None:
+        return jax.vmap(row, (0, 0, 0, None))(*draws, jnp.arange(-(-size // BLOCK)))
+    return jax.vmap(row)(*draws, blocks)
 
 
 def _keep_likeliest(logits: Array, enough: Callable[[Array], Array]) -> Array:
@@ -253,5 +287,9 @@ def _keep_likeliest(logits: Array, enough: Callable[[Array], Array]) -> Array:
 
 
 def _log_prob(logits: Array, token: Array) -> Array:
-    own = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return own - jax.nn.logsumexp(logits, axis=-1)
+    return _at(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _at(rows: Array, place: Array) -> Array:
+    """Return an element of each row."""
+    return jnp.take_along_axis(rows, place[:, None], axis=-1)[:, 0]
