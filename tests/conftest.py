@@ -32,7 +32,7 @@ from meshwright.runtime import activity
 
 # Tracing makes many objects, and a worker keeps many: searching them for cycles takes a tenth of
 # the time.
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(100_000, 20, 20)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 simulate_devices(8)
 compose_files_once()
