@@ -8,6 +8,7 @@ import tempfile
 from importlib.metadata import version
 
 import pytest
+from composed_once import compose_files_once
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests run a program once or twice, so polishing its machine code does not pay; what is computed
@@ -31,9 +32,10 @@ from meshwright.runtime import activity
 
 # Tracing makes many objects, and a worker keeps many: searching them for cycles takes a tenth of
 # the time.
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(100_000, 20, 20)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 simulate_devices(8)
+compose_files_once()
 # Which stages take long enough to be mentioned depends on the machine.
 activity.MENTIONED_SECONDS = activity.STILL_SECONDS = 3600.0
 

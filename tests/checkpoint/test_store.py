@@ -89,7 +89,7 @@ def test_parameters_are_read_and_exported(folder, tmp_path, capfd):
     [
         (["nowhere", "out"], "there is no folder"),
         (["{folder}", "out", "--step", "7"], "there is no checkpoint of step 7"),
-        (["{folder}", "out", "--step", "x"], "--step x is not a number"),
+        (["{folder}", "out", "--step", "x"], "--step x is not valid"),
         (["{folder}"], "export takes a run and a file"),
         (["{folder}/..", "out"], "there is no checkpoint in"),
     ],

@@ -56,6 +56,14 @@ def test_a_rehearsal_needs_no_data_and_agrees_with_the_ledger(capfd, tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
+def test_frozen_parameters_are_predicted_to_have_no_moments(capfd):
+    frozen = "training.trainable=[layers.1.**]"
+    report = result(capfd, "rehearse", *SMALL, frozen, "simulate=8", "mesh.data=8")
+    figures = {f["name"]: f for f in report["figures"]}
+    assert figures["state"]["value"] == PARAMETERS + (64 * 10 + 10) * 4 + 4
+    assert figures["state"]["predicted"] == figures["state"]["value"]
+
+
 @pytest.mark.full
 def test_a_plan_is_rehearsed_by_the_name_of_its_file(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

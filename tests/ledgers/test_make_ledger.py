@@ -51,6 +51,8 @@ def parameter_bytes(assembled):
     return sum(leaf.nbytes for leaf in assembled.traced.layout.leaves if leaf.role == "param")
 
 
+# tests/compiled/test_collectives.py compares the same program with theory every day.
+@pytest.mark.full
 def test_data_parallelism_sends_the_closed_form():
     assembled, batch = assembled_for({"data": 8}, blocks=1)
     ledger = make_ledger(assembled, batch)

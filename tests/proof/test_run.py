@@ -133,6 +133,7 @@ def batches_with_nan_at(number):
     return batches
 
 
+@pytest.mark.full
 def test_a_later_loss_that_is_not_finite_on_one_device_is_named_by_its_step():
     with pytest.raises(UserError, match="the loss of step 2 is nan on one device") as error:
         certify({"data": 2}, batches=batches_with_nan_at(1), steps=2)

@@ -11,7 +11,10 @@ from meshwright.runtime.garbage import OBJECTS, few_collections
 def nothing_frozen():
     """A process of its own, so to speak: the tests' own has frozen what it imported."""
     gc.unfreeze()
+    before = gc.get_threshold()
+    gc.set_threshold(700, *before[1:])
     yield
+    gc.set_threshold(*before)
     gc.freeze()
 
 

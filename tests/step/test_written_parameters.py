@@ -76,6 +76,7 @@ def test_microbatches_and_rolled_blocks_write_one_after_another(build, mesh, opt
     assert_equal(build, mesh, **options)
 
 
+@pytest.mark.full
 def test_written_parameters_are_proven():
     certificate = trainer(Written, "fsdp=4,tensor=2").verify([batch()] * 2, steps=2)
     assert certificate.equal

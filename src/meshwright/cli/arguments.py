@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from meshwright.cli.commands import COMMANDS, Command, Flag
 from meshwright.errors import UserError, did_you_mean
@@ -39,6 +40,19 @@ class Arguments:
                 f"{flag} {text} is not valid", fix=f"write {flag} N with N from {least} to {most}"
             )
         return int(text)
+
+    def given_number(self, flag: str, *, most: int = 1000, least: int = 1) -> int | None:
+        """Return the number of a flag like `number`; None without the flag."""
+        return self.number(flag, least, most=most, least=least) if self.has(flag) else None
+
+    @property
+    def checkpoint(self) -> dict[str, Any]:
+        """Which checkpoint of a run was asked for, and whether its averages."""
+        return {
+            "step": self.given_number("--step", most=2**31, least=0),
+            "which": self.flags.get("--which", "last"),
+            "ema": self.has("--ema"),
+        }
 
     def words(self, *names: str, example: str) -> tuple[str, ...]:
         """Return the words of a command without a config; there must be as many as names."""

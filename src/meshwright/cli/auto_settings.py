@@ -9,14 +9,14 @@ import jax
 from meshwright import processes
 from meshwright.config.compose import Composed, validate
 from meshwright.config.origins import set_by_user
-from meshwright.config.schema import Config
+from meshwright.config.schema import Config, Precision
 from meshwright.inputs.plan_file import plan_settings, with_settings
 from meshwright.plan import Plan, precision
 from meshwright.planner.devices.local_hardware import hardware_of
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.plan_report import AUTO, choose_plan
 from meshwright.planner.search.candidates import config_task
-from meshwright.recipe import make_recipe
+from meshwright.recipe import Recipe, make_recipe
 from meshwright.trainer.rollouts.rollout_memory import rollout_needs
 
 _FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat", "sharding.blocks",
@@ -43,14 +43,17 @@ def choose_settings(config: Config, composed: Composed) -> tuple[Config, Compose
 
 def config_estimator(config: Config, global_batch_size: int) -> Estimator:
     """Return the estimator for a config; the model is traced, and nothing is allocated."""
-    recipe = make_recipe(config, global_batch_size)
-    batch = recipe.example_batch(1)
+    return recipe_estimator(make_recipe(config, global_batch_size), precision(config))
+
+
+def recipe_estimator(recipe: Recipe, compute: Precision) -> Estimator:
+    """Return the estimator for what a recipe trains, in a compute format."""
     return Estimator(
         recipe.model,
         recipe.loss,
         recipe.whole_optimizer,
-        batch,
+        recipe.example_batch(1),
         trainable=recipe.trained,
-        precision=precision(config),
-        rollout=rollout_needs(recipe.task, recipe.model, precision(config)),
+        precision=compute,
+        rollout=rollout_needs(recipe.task, recipe.model, compute),
     )

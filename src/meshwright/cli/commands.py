@@ -60,13 +60,16 @@ class Command:
 
 _SHARE = Flag("--memory-share", "share of a device's memory that a plan may use (default 0.9)", "S")
 
+_CHECKPOINT = (
+    Flag("--step", "which checkpoint (default: the newest)", "N"),
+    Flag("--which", "best, with the lowest evaluation loss, or last", "NAME"),
+    Flag("--ema", "the moving average of the weights (training.ema_decay)"),
+)
 _MODEL = (
     Flag("--dtype", "number format (default: that of the run or folder)", "NAME"),
     Flag("--mesh", "where to run, such as data=8 or fsdp=4,tensor=2", "SIZES"),
     Flag("--simulate", "run on N virtual CPU devices", "N"),
-    Flag("--step", "which checkpoint (default: the newest)", "N"),
-    Flag("--which", "best, with the lowest evaluation loss, or last", "NAME"),
-    Flag("--ema", "the moving average of the weights (training.ema_decay)"),
+    *_CHECKPOINT,
 )
 """Flags of commands that load a model."""
 
@@ -192,9 +195,7 @@ COMMANDS = {
             "write a run's parameters to a safetensors file, or a folder for transformers or PEFT",
             "outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
             flags=(
-                Flag("--step", "which checkpoint (default: the newest)", "N"),
-                Flag("--which", "best, with the lowest evaluation loss, or last", "NAME"),
-                Flag("--ema", "the moving average of the weights (training.ema_decay)"),
+                *_CHECKPOINT,
                 Flag("--to", "hf writes a Hugging Face folder, peft one of adapters", "FORMAT"),
                 Flag(
                     "--dtype", "number format of the folder's weights: float32, bfloat16, …", "NAME"

@@ -67,7 +67,6 @@ def _configuration(request: Request, folder: Path) -> Configuration:
         # Otherwise even two identical runs differ in the last bits.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC}".strip()
     arguments = request.arguments
-    devices = arguments.flags.get("--devices-per-process")
     flags = [
         f"{name}={arguments.flags[name]}"
         for name in ("--config", "--config-dir")
@@ -76,7 +75,7 @@ def _configuration(request: Request, folder: Path) -> Configuration:
     return Configuration(
         words=(*flags, *arguments.overrides),
         nprocs=arguments.number("--nprocs", 2, most=MAX_PROCESSES),
-        devices=None if devices is None else arguments.number("--devices-per-process", 1),
+        devices=arguments.given_number("--devices-per-process"),
         steps=_steps(request),
         # Of several processes with GPUs, one that finds a program would wait for one that does not.
         cache=None if gpus else folder / "compiled",

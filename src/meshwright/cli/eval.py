@@ -42,7 +42,7 @@ def run(arguments: Arguments, output: Output) -> int:
         learned.append(np.ones(len(tokens[-1]), bool) if row is None else row.mask)
     context = made.room(arguments.number("--window", LONGEST, most=UNLIMITED))
     length = arguments.number("--window", min(context, LONGEST), most=context, least=2)
-    stride = arguments.number("--stride", 1, most=length) if arguments.has("--stride") else None
+    stride = arguments.given_number("--stride", most=length)
     texts = [each.encode() for each in documents if isinstance(each, str)]
     with activity(f"reading {file}"):
         score = score_documents(

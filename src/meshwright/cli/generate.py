@@ -262,11 +262,7 @@ def _line(row: Any) -> dict[str, Any]:
 def _sampling(arguments: Arguments) -> dict[str, Any]:
     """Return the settings of sampling that were given."""
     given: dict[str, Any] = {name: decimal(arguments, f"--{name}") for name in _NUMBERS}
-    given |= {
-        name: arguments.number(f"--{name}", 1, most=2**31, least=0)
-        for name in _COUNTS
-        if arguments.has(f"--{name}")
-    }
+    given |= {name: arguments.given_number(f"--{name}", most=2**31, least=0) for name in _COUNTS}
     if text := arguments.flags.get("--stop-tokens"):
         words = text.replace(",", " ").split()
         if not all(word.isdecimal() for word in words):

@@ -172,17 +172,17 @@ def _goal(request: Request, hardware: Hardware) -> PlanGoal | None:
     price = parse_price(flags["--price"]) if "--price" in flags else given
     if "--tokens" in flags and "--epochs" in flags:
         raise UserError("--tokens and --epochs are both given", fix="write one of them")
-    if "--tokens" in flags:
-        return PlanGoal(parse_goal(flags["--tokens"]), usd_per_device_hour=price)
-    if "--epochs" in flags:
-        goal = parse_goal(f"{flags['--epochs']} epochs")
-        return PlanGoal(goal, _num_samples(request.config), price)
     duration = training_duration(request.config)
-    if duration.epochs is not None:
-        return PlanGoal(Goal(duration.epochs, "epochs"), _num_samples(request.config), price)
-    if not duration.steps:
+    if "--tokens" in flags or "--epochs" in flags:
+        goal = parse_goal(flags.get("--tokens") or f"{flags['--epochs']} epochs")
+    elif duration.epochs is not None:
+        goal = Goal(duration.epochs, "epochs")
+    elif duration.steps:
+        goal = Goal(duration.steps, "steps")
+    else:
         return None
-    return PlanGoal(Goal(duration.steps, "steps"), usd_per_device_hour=price)
+    known = _num_samples(request.config) if goal.unit == "epochs" else None
+    return PlanGoal(goal, known, price)
 
 
 def _num_samples(config: Config) -> int | None:

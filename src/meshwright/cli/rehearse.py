@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwright.cli.auto_settings import recipe_estimator
 from meshwright.cli.plan import read_share, with_any_data
 from meshwright.cli.request import Request, check_planned_model
 from meshwright.config.origins import set_by_user
@@ -29,7 +30,6 @@ from meshwright.planner.devices.absent_gpus import (
     cudnn_version,
 )
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import room
 from meshwright.planner.rehearse.rehearsal import (
     CPU_PROGRAM,
@@ -44,7 +44,6 @@ from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.activity import activity
 from meshwright.runtime.jax_internals import attention_on
 from meshwright.text.columns import Indented
-from meshwright.trainer.rollouts.rollout_memory import rollout_needs
 from meshwright.trees import resize_batch
 
 ON = "--on"
@@ -72,7 +71,7 @@ def run(request: Request) -> int:
         assembled = recipe.assemble(plan, batch, devices=devices)
         check_planned_model(request, assembled.model_leaves.num_parameters)
         rehearsal = rehearse(assembled, run=target == "gpu")
-    estimate = _estimate(recipe, batch, plan, hardware)
+    estimate = _estimate(recipe, plan, hardware)
     figures = make_figures(rehearsal, hardware, estimate)
     remarks = other_model(request.config.plan, assembled.model_leaves.num_parameters)
     report = _report(rehearsal, hardware, figures, [*remarks, *assembled.remarks])
@@ -81,19 +80,11 @@ def run(request: Request) -> int:
     return ExitCode.DONE
 
 
-def _estimate(recipe: Recipe, batch: Any, plan: Plan, hardware: Hardware | None) -> Estimate:
+def _estimate(recipe: Recipe, plan: Plan, hardware: Hardware | None) -> Estimate:
     """Return what the planner predicts; without a name the hardware is what was simulated."""
     hardware = hardware or Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
     with activity("estimating the plan"):
-        estimator = Estimator(
-            recipe.model,
-            recipe.loss,
-            recipe.whole_optimizer,
-            batch,
-            precision=plan.precision,
-            rollout=rollout_needs(recipe.task, recipe.model, plan.precision),
-        )
-        return estimator.estimate(plan, hardware)
+        return recipe_estimator(recipe, plan.precision).estimate(plan, hardware)
 
 
 def count_devices(config: Config, hardware: Hardware | None) -> int:

@@ -20,18 +20,13 @@ def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
     """Load a model, and what its folder says about text."""
     from meshwright.launch.connect import connect_processes
 
-    simulated = (
-        arguments.number("--simulate", 8, most=1024) if arguments.has("--simulate") else None
-    )
-    connect_processes(simulated)
+    connect_processes(arguments.given_number("--simulate", most=1024))
     from meshwright.generation.text_settings import read_text_settings
     from meshwright.trainer.trained.load_model import load_model
 
     _check_folder(Path(path))
-    step = arguments.number("--step", 1, most=2**31) if arguments.has("--step") else None
-    which: Any = arguments.flags.get("--which", "last")
     with activity(f"loading {path}"):
-        model = load_model(path, step=step, which=which, ema=arguments.has("--ema"))
+        model = load_model(path, **arguments.checkpoint)
     return model, read_text_settings(Path(path))
 
 

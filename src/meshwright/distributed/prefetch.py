@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from queue import Empty, Queue
-from typing import NamedTuple
 
 from meshwright.trees import PyTree
-
-
-class _Item(NamedTuple):
-    value: PyTree = None
-    error: BaseException | None = None
-    last: bool = False
 
 
 def prefetch(
@@ -26,49 +20,32 @@ def prefetch(
     or a deleted iterator), the thread ends after its current item.
     """
     assert buffer_size >= 1
-    queue: Queue[_Item] = Queue(maxsize=buffer_size)
+    queue: Queue[tuple[PyTree, BaseException | None] | None] = Queue(maxsize=buffer_size)
     stop = threading.Event()
+
+    def produce() -> None:
+        try:
+            for item in source:
+                if not stop.is_set():
+                    queue.put((prepare(item), None))
+                if stop.is_set():
+                    return
+        except BaseException as error:
+            queue.put((None, error))
+        else:
+            queue.put(None)
+
     # A daemon thread: a source that blocks forever must not keep the program alive.
-    thread = threading.Thread(
-        target=_produce, args=(source, prepare, queue, stop), name="prefetch", daemon=True
-    )
-    thread.start()
+    threading.Thread(target=produce, name="prefetch", daemon=True).start()
     try:
-        while True:
-            item = queue.get()
-            if item.error is not None:
-                raise item.error
-            if item.last:
-                return
-            yield item.value
+        while (item := queue.get()) is not None:
+            value, error = item
+            if error is not None:
+                raise error
+            yield value
     finally:
         stop.set()
-        _drain(queue)
-
-
-def _produce(
-    source: Iterable[PyTree],
-    prepare: Callable[[PyTree], PyTree],
-    queue: Queue[_Item],
-    stop: threading.Event,
-) -> None:
-    try:
-        for item in source:
-            if stop.is_set():
-                return
-            queue.put(_Item(prepare(item)))
-            if stop.is_set():
-                return
-    except BaseException as error:
-        queue.put(_Item(error=error))
-    else:
-        queue.put(_Item(last=True))
-
-
-def _drain(queue: Queue[_Item]) -> None:
-    """Empty the queue, so that a thread blocked in `put` continues and sees the stop event."""
-    while True:
-        try:
-            queue.get_nowait()
-        except Empty:
-            return
+        # Emptied, the queue takes what the thread is blocked with, which then sees the event.
+        with suppress(Empty):
+            while True:
+                queue.get_nowait()

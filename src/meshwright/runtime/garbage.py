@@ -17,8 +17,10 @@ def few_collections() -> Generator[None]:
     Imports and traced programs are many objects that stay. To look through all of them again and
     again would take a tenth of the time in which they are made.
     """
-    # Python itself freezes some hundred objects. If the program froze its own, they stay so.
-    before, freeze = gc.get_threshold(), gc.get_freeze_count() < OBJECTS
+    before = gc.get_threshold()
+    # Python itself freezes some hundred objects. If the program froze its own, they stay so; to
+    # count them takes long, and a program that looks as seldom itself has seen to it.
+    freeze = before[0] < OBJECTS and gc.get_freeze_count() < OBJECTS
     if freeze:
         gc.freeze()
     gc.set_threshold(OBJECTS, *before[1:])

@@ -56,6 +56,8 @@ def on(plan, chip="H100"):
     return parse_hardware(f"{plan.num_devices}x{chip}")
 
 
+# The same of other plans, some with stages, is an everyday test below.
+@pytest.mark.full
 def test_an_estimate_does_not_depend_on_those_before_it(estimator):
     hybrid = make_plan({"data": 2, "fsdp": 4}, blocks="unroll", remat="full")
     first = make_plan({"fsdp": 4}, blocks="unroll", remat="full")

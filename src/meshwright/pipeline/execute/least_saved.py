@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from meshwright.program.dims.op import nbytes_of
 from meshwright.program.evaluate.dependencies import inlined, inputs_of, needed_equations, variables
@@ -183,76 +184,39 @@ def _without_remat(eqn: Equation, env: Environment) -> list[Value] | None:
 
 
 class _Flow:
-    """A network from a source to a sink, and its largest flow (Dinic's algorithm)."""
+    """A network from a source to a sink, and its largest flow, found path by path."""
 
     def __init__(self) -> None:
-        self._edges: list[list[int]] = []
-        self._ends: list[int] = []
-        self._free: list[int] = []
+        self._free: list[Counter[int]] = []
         self.source, self.sink = self.node(), self.node()
 
     def node(self) -> int:
-        self._edges.append([])
-        return len(self._edges) - 1
+        self._free.append(Counter())
+        return len(self._free) - 1
 
     def connect(self, start: int, end: int, capacity: int = _NO_LIMIT) -> None:
-        # Each edge is followed by its reverse, so that the partner of edge e is e ^ 1.
-        for node, other, free in ((start, end, capacity), (end, start, 0)):
-            self._edges[node].append(len(self._ends))
-            self._ends.append(other)
-            self._free.append(free)
+        self._free[start][end] += capacity
+        self._free[end][start] += 0
 
     def after_last_cut(self) -> set[int]:
         """Return the nodes between the smallest cut and the sink, for the cut nearest to it."""
-        while (levels := self._levels()) is not None:
-            tried = [0] * len(self._edges)
-            while self._augment(levels, tried):
-                pass
-        after, queue = {self.sink}, deque([self.sink])
-        while queue:
-            for edge in self._edges[queue.popleft()]:
-                start = self._ends[edge]
-                if self._free[edge ^ 1] and start not in after:
-                    after.add(start)
+        while self.source in (after := self._before_sink()):
+            path = [self.source]
+            while path[-1] != self.sink:
+                path.append(after[path[-1]])
+            least = min(self._free[start][end] for start, end in pairwise(path))
+            for start, end in pairwise(path):
+                self._free[start][end] -= least
+                self._free[end][start] += least
+        return set(after)
+
+    def _before_sink(self) -> dict[int, int]:
+        """Return the next node of each one from which the sink can be reached, by few edges."""
+        after, queue = {self.sink: self.sink}, deque([self.sink])
+        while queue and self.source not in after:
+            end = queue.popleft()
+            for start in self._free[end]:
+                if start not in after and self._free[start][end]:
+                    after[start] = end
                     queue.append(start)
         return after
-
-    def _levels(self) -> list[int] | None:
-        """Return each node's distance from the source; None if the sink cannot be reached."""
-        levels = [-1] * len(self._edges)
-        levels[self.source] = 0
-        queue = deque([self.source])
-        while queue:
-            node = queue.popleft()
-            for edge in self._edges[node]:
-                end = self._ends[edge]
-                if self._free[edge] and levels[end] < 0:
-                    levels[end] = levels[node] + 1
-                    queue.append(end)
-        return levels if levels[self.sink] >= 0 else None
-
-    def _augment(self, levels: Sequence[int], tried: list[int]) -> bool:
-        """Fill one more path to the sink; return whether there was one."""
-        path: list[int] = []
-        node = self.source
-        while node != self.sink:
-            edges = self._edges[node]
-            while tried[node] < len(edges):
-                edge = edges[tried[node]]
-                if self._free[edge] and levels[self._ends[edge]] == levels[node] + 1:
-                    break
-                tried[node] += 1
-            else:
-                if not path:
-                    return False
-                # A dead end: go back, and do not take this edge again.
-                node = self._ends[path.pop() ^ 1]
-                tried[node] += 1
-                continue
-            path.append(edge)
-            node = self._ends[edge]
-        least = min(self._free[edge] for edge in path)
-        for edge in path:
-            self._free[edge] -= least
-            self._free[edge ^ 1] += least
-        return True
