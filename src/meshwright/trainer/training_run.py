@@ -162,8 +162,13 @@ class TrainingRun:
         started = time.perf_counter()
         asked, progress = self._asked, self._progress
         with self._advice.during(lambda: "compiling the step"):
+            # A profile would show the compiler at work.
+            ahead = self._evaluator if not asked.profile else None
             compiled = self._programs.step(
-                self._batch, lambda: compile_step(self._assembled, self._batch)
+                self._batch,
+                lambda: compile_step(
+                    self._assembled, self._batch, meanwhile=ahead and ahead.compile_ahead
+                ),
             )
         known = KnownProgram(compiled.memory, compiled.text)
         self._warnings += warn_of_compiled(self._assembled, compiled.memory)
@@ -322,7 +327,6 @@ class TrainingRun:
             eval_every=asked.eval_every,
             sample=self._sample,
             sample_every=asked.sample_every,
-            # A profile would show the compiler at work.
             evaluate_ahead=not asked.profile,
             log_every=trainer.log_every,
             rate=rate,
