@@ -196,6 +196,7 @@ class TrainingRun:
                     self._metadata,
                     last_saved=point.step if point is not None and point.same_run else None,
                     log_event=tracker.event,
+                    step_memory=compiled.memory,
                 )
             loop = self._make_loop(compiled, log, checkpointer, interrupt)
             with (
