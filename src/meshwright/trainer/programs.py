@@ -72,15 +72,20 @@ class CompiledStep:
 
 @activity("compiling the step")
 def compile_step(
-    assembled: Assembled, batch: Any, *, meanwhile: Callable[[], None] | None = None
+    assembled: Assembled,
+    batch: Any,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+    if_long: Callable[[], None] | None = None,
 ) -> CompiledStep:
     """Compile the step for batches of this shape.
 
-    ``meanwhile`` is called while a step that is not in the cache compiles in another thread.
+    ``meanwhile`` is called while it compiles, or is read from the cache, in another thread, and
+    then ``if_long`` if it compiles. Several processes call neither.
     """
     lowered = lower_step(assembled, batch)
     started = time.perf_counter()
-    program = _compile_beside(lowered, meanwhile)
+    program = _compile_beside(lowered, meanwhile, if_long)
     seconds = time.perf_counter() - started
     assembled.step.check(program)
     return CompiledStep(
@@ -92,15 +97,18 @@ def compile_step(
     )
 
 
-def _compile_beside(lowered: Any, meanwhile: Callable[[], None] | None) -> CompiledProgram:
+def _compile_beside(
+    lowered: Any, meanwhile: Callable[[], None] | None, if_long: Callable[[], None] | None
+) -> CompiledProgram:
     # Several processes compile in the same order, and agree from one thread.
     if meanwhile is None or process_count() > 1:
         return compile_program(lowered)
     thread = ThreadPoolExecutor(1, "step")
     compiling = thread.submit(copy_context().run, compile_program, lowered)
     thread.shutdown(wait=False)
-    if wait([compiling], CACHED_SECONDS).not_done:
-        meanwhile()
+    meanwhile()
+    if if_long is not None and wait([compiling], CACHED_SECONDS).not_done:
+        if_long()
     return compiling.result()
 
 

@@ -162,14 +162,7 @@ class TrainingRun:
         started = time.perf_counter()
         asked, progress = self._asked, self._progress
         with self._advice.during(lambda: "compiling the step"):
-            # A profile would show the compiler at work.
-            ahead = self._evaluator if not asked.profile else None
-            compiled = self._programs.step(
-                self._batch,
-                lambda: compile_step(
-                    self._assembled, self._batch, meanwhile=ahead and ahead.compile_ahead
-                ),
-            )
+            compiled = self._programs.step(self._batch, self._compile)
         known = KnownProgram(compiled.memory, compiled.text)
         self._warnings += warn_of_compiled(self._assembled, compiled.memory)
         if asked.strict:
@@ -221,6 +214,16 @@ class TrainingRun:
         finally:
             tracker.close(summary)
         return result
+
+    def _compile(self) -> CompiledStep:
+        # A profile would show the compiler at work.
+        evaluator = None if self._asked.profile else self._evaluator
+        return compile_step(
+            self._assembled,
+            self._batch,
+            meanwhile=self._restoring.prepare,
+            if_long=evaluator and evaluator.compile_ahead,
+        )
 
     def _keep_base(self, state: TrainState) -> None:
         """Remember the weights that are not trained, once."""
