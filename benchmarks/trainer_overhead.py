@@ -129,8 +129,8 @@ def measure(folder: Path, work: Work) -> dict[str, Any]:
     training_run.BatchLoader = loader  # type: ignore[assignment,misc]
     compile_step = training_run.compile_step
 
-    def compiled(assembled: Any, batch: Any) -> Any:
-        step = compile_step(assembled, batch)
+    def compiled(assembled: Any, batch: Any, **others: Any) -> Any:
+        step = compile_step(assembled, batch, **others)
         placed = [jax.device_put(v, assembled.step.shardings.batch) for v in data.values()]
         loaders.append(Alternating(step.run, assembled.init(1), placed, work))
         return step.__class__(**{**vars(step), "run": loaders[0].step})

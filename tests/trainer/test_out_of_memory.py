@@ -158,8 +158,8 @@ def failing_after(steps, text):
     """Return a compile_step whose step fails as JAX does once it has run so often."""
     original, ran = training_run.compile_step, []
 
-    def compile_step(assembled, batch):
-        compiled = original(assembled, batch)
+    def compile_step(assembled, batch, **others):
+        compiled = original(assembled, batch, **others)
 
         def run(state, batch):
             ran.append(1)

@@ -65,7 +65,7 @@ def test_the_run_folder_is_made_before_the_step_is_compiled(fit, tmp_path, monke
     class Stop(Exception):
         pass
 
-    def compile_step(assembled, _):
+    def compile_step(assembled, _, **_others):
         assert (tmp_path / "run" / "note.txt").read_text() == "written first"
         written = (tmp_path / "run" / "plan.yaml").read_text()
         assert mw.Plan.from_yaml(written) == assembled.plan

@@ -151,7 +151,7 @@ class CheckpointStore:
                 jax.block_until_ready(state)
                 if not bool(np.asarray(finite)):
                     raise StateNotFinite(metadata.step)
-                _list_shards(state)
+                _bring_to_host(state)
                 self._write(state, metadata, loss)
             except StateNotFinite as caught:
                 error, reason = caught, str(caught)
@@ -190,15 +190,19 @@ class CheckpointStore:
             read_checksums(self.folder / str(metadata.step) / CHECKSUMS)
 
 
-def _list_shards(state: Any) -> None:
-    """List the shards of every array once, before several threads do.
+def _bring_to_host(state: Any) -> None:
+    """List the shards of every array, and copy those to write to the host, before threads do.
 
     JAX lists them on first use. Before release 0.12, threads that do so at the same time may get
-    only some of them, and the others would be missing in the checkpoint.
+    only some of them, and the others would be missing in the checkpoint. Copied one after the
+    other, they share a buffer in page-locked memory, which takes long to allocate; JAX keeps the
+    copies.
     """
     for array in jax.tree.leaves(state):
         if isinstance(array, jax.Array):
-            _ = array.addressable_shards
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:
+                    np.asarray(shard.data)
 
 
 def _make_folder(folder: Path) -> None:

@@ -13,9 +13,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.compiled.memory import memory_stats
+from meshwright.processes import agree
 from meshwright.step.assemble import Assembled, piece_sharding
 from meshwright.step.state import LossScale, TrainState, all_finite
 from meshwright.trees import from_key_data, is_key, key_data
+
+SPARE_SHARE = 0.05
+"""Of a device's memory, what a copy of the state leaves free: free memory may be in pieces."""
 
 CanonicalState = dict[str, dict[str, Any]]
 """Arrays by group (params, state, optimizer, counters) and canonical path, as on disk."""
@@ -68,7 +73,8 @@ class CanonicalForm:
             abstract,
             self._shardings,
         )
-        self._compiled: Any = None
+        self._copy_programs: dict[bool, Any] = {}
+        self._beside: float = math.inf
         self._place = jax.jit(
             self._to_state, donate_argnums=0, out_shardings=self._step.shardings.state
         )
@@ -80,20 +86,43 @@ class CanonicalForm:
     def snapshot(self, state: TrainState) -> Snapshot:
         """Return a copy of the state in canonical form, so that the next step may donate it.
 
-        On accelerators the copy is in host memory.
+        On accelerators the copy is in host memory unless they have room for it. The next step waits
+        for the copy: milliseconds on the device, and to the host as long as the link takes.
         """
-        self.prepare()
-        return Snapshot(*self._compiled(state))
+        return Snapshot(*self._copy_program()(state))
 
-    def prepare(self) -> None:
-        """Compile the program of `snapshot` ahead, so that the first is as fast as the others."""
-        if self._compiled is None:
-            replicated = NamedSharding(self._mesh, PartitionSpec())
+    def prepare(self, beside: int | None) -> None:
+        """Compile the program of `snapshot` ahead, so that the first is as fast as the others.
+
+        ``beside`` are the bytes that a step needs on a device besides its state, if that is known.
+        """
+        self._beside = math.inf if beside is None else beside
+        self._copy_program()
+
+    def _copy_program(self) -> Any:
+        here = self._has_room()
+        if here not in self._copy_programs:
+            shardings = self._shardings
+            if not here:
+                shardings = jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), shardings)
             copy = jax.jit(
                 lambda state: (self._from_state(state), _is_finite(state)),
-                out_shardings=(self._for_copies(), replicated),
+                out_shardings=(shardings, NamedSharding(self._mesh, PartitionSpec())),
             )
-            self._compiled = copy.lower(self._step.abstract_state()).compile()
+            self._copy_programs[here] = copy.lower(self._step.abstract_state()).compile()
+        return self._copy_programs[here]
+
+    def _has_room(self) -> bool:
+        """Whether every device can hold a copy of the state beside whatever has run so far."""
+        devices = [d for d in self._mesh.devices.flat if d.process_index == jax.process_index()]
+        if devices[0].platform == "cpu":
+            return True
+        leaves = jax.tree.leaves(self.structs)
+        copy = sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in leaves)
+        # An earlier copy, which is gone, is part of the peak.
+        gone = copy if True in self._copy_programs else 0
+        free = (_free_bytes(device, self._beside, gone) for device in devices)
+        return agree(all(size >= copy for size in free), "all")
 
     def base_arrays(self, state: TrainState) -> dict[str, Any]:
         """Return copies of the weights that are saved apart, by path."""
@@ -193,10 +222,12 @@ class CanonicalForm:
             shardings["optimizer"] |= dict.fromkeys(paths, sharding)
         return shardings
 
-    def _for_copies(self) -> Any:
-        if self._mesh.devices.flat[0].platform == "cpu":
-            return self._shardings
-        return jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), self._shardings)
+
+def _free_bytes(device: Any, beside: float, gone: int) -> float:
+    """Return what is left of a device's memory when as much is used as ever before."""
+    stats = memory_stats(device)
+    used = max(stats.get("bytes_in_use", 0) + beside, stats.get("peak_bytes_in_use", 0) - gone)
+    return stats.get("bytes_limit", 0) * (1 - SPARE_SHARE) - used
 
 
 def _is_finite(state: TrainState) -> Array:

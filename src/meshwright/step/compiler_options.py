@@ -9,6 +9,9 @@ costs memory.
 Triton joins a product with what is computed around it, unlike cuBLAS. That pays for the small
 batched products of attention, recurrences and experts that no kernel evaluates, and only costs time
 where all products are large. benchmarks/NOTES.md has the figures.
+
+The compiler chooses among algorithms by running them on the device, which takes time from whatever
+runs there. An evaluation is compiled while steps run, and without that choice.
 """
 
 from __future__ import annotations
@@ -96,3 +99,10 @@ def _batched_products(jaxpr: Jaxpr, kernels: Kernels) -> Iterator[Equation]:
             yield eqn
         for called, _ in called_programs(eqn):
             yield from _batched_products(called.jaxpr, kernels)
+
+
+EVALUATION_ON_GPU: dict[str, Any] = {"xla_gpu_autotune_level": 0, **_BY_CUBLAS}
+"""The options for evaluations: nothing is measured, and cuBLAS chooses by rules of its own.
+
+Triton has none, and its first tiles may be slow ones.
+"""

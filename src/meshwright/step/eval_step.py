@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.compiled.compile_program import compile_program
+from meshwright.compiled.compile_program import compile_program, known_options
 from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.execute.forward_only import PipelinedForward
@@ -22,6 +22,7 @@ from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_function
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled, set_eval_mode
+from meshwright.step.compiler_options import EVALUATION_ON_GPU
 from meshwright.step.place_batch import split_strided
 from meshwright.step.step_program import (
     StepProgram,
@@ -57,7 +58,8 @@ def compile_evaluation(
     if assembled.plan.size("pipe") > 1:
         try:
             staged = _staged(assembled, _program(assembled, loss, batch, count), count)
-            compiled = compile_program(_lower(assembled, staged, batch), partitioned=False)
+            lowered = _lower(assembled, staged, batch, EVALUATION_ON_GPU)
+            compiled = compile_program(lowered, partitioned=False)
             check_exchanges(compiled.optimized, assembled.mesh)
         except UserError as error:
             warn(
@@ -72,7 +74,7 @@ def compile_evaluation(
 def lower_evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any]) -> Any:
     """Lower the evaluation of batches like this one, without pipeline stages."""
     program = _program(assembled, loss, batch, 1, staged=False)
-    return _lower(assembled, _unstaged(assembled, program), batch)
+    return _lower(assembled, _unstaged(assembled, program), batch, EVALUATION_ON_GPU)
 
 
 @activity("compiling the prediction")
@@ -116,10 +118,18 @@ def _check_rows(arrays: Sequence[Any], samples: int) -> None:
             )
 
 
-def _lower(assembled: Assembled, run: Callable[..., Any], batch: Sequence[Any]) -> Any:
+def _lower(
+    assembled: Assembled,
+    run: Callable[..., Any],
+    batch: Sequence[Any],
+    on_gpu: Mapping[str, Any] | None = None,
+) -> Any:
     replicated = NamedSharding(assembled.mesh, PartitionSpec())
     leaves = assembled.step.leaf_values(assembled.step.abstract_state())
-    return jax.jit(run, out_shardings=replicated).lower(leaves, list(batch))
+    is_gpu = assembled.mesh.devices.flat[0].platform == "gpu"
+    options = known_options(on_gpu) if on_gpu and is_gpu else None
+    jitted = jax.jit(run, out_shardings=replicated, compiler_options=options or None)
+    return jitted.lower(leaves, list(batch))
 
 
 def _program(

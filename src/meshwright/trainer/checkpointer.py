@@ -10,10 +10,12 @@ from typing import Any
 from meshwright.checkpoint import FOLDER
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import CheckpointStore, Saved, StateNotFinite
+from meshwright.compiled.memory import MemoryUse
 from meshwright.data.contents import DataFingerprint, data_fingerprint
 from meshwright.errors import EnvironmentProblem
 from meshwright.plan import Plan
 from meshwright.processes import process_count
+from meshwright.runtime.activity import MENTIONED_SECONDS
 from meshwright.runtime.versions import package_versions
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -69,7 +71,7 @@ class BackgroundCheckpointer(Checkpointer):
     ) -> None:
         self._store, self._form, self._metadata = store, form, metadata
         self._every, self._last_saved, self._log_event = every, last_saved, log_event
-        self._blocked_seconds: dict[int, float] = {}
+        self._blocked: dict[int, dict[str, float]] = {}
         self._not_finite: StateNotFinite | None = None
         self._failed: Saved | None = None
 
@@ -78,16 +80,20 @@ class BackgroundCheckpointer(Checkpointer):
         return step % self._every == 0
 
     def save(self, state: TrainState, step: int, *, loss: float | None) -> bool:
-        """Copy the state and start writing it in the background."""
+        """Copy the state and start writing it in the background.
+
+        Waits for the save before it first, whose copy of the state makes room for this one.
+        """
         self.poll()
         if step == self._last_saved:
             return False
         started = time.perf_counter()
+        previous = self._store.wait()
+        waited = time.perf_counter()
         snapshot = self._form.snapshot(state)
-        previous = self._store.save(
-            snapshot.arrays, self._metadata(step), loss=loss, finite=snapshot.finite
-        )
-        self._blocked_seconds[step] = time.perf_counter() - started
+        self._store.save(snapshot.arrays, self._metadata(step), loss=loss, finite=snapshot.finite)
+        blocked = time.perf_counter() - started
+        self._blocked[step] = {"blocked_seconds": blocked, "waited_seconds": waited - started}
         self._log_outcome(previous)
         self._raise_failed()
         self._raise_not_finite()
@@ -143,14 +149,14 @@ class BackgroundCheckpointer(Checkpointer):
         if isinstance(saved.error, StateNotFinite):
             self._not_finite = self._not_finite or saved.error
         elif saved.error is None:
-            blocked = self._blocked_seconds.pop(saved.step, 0.0)
-            self._log_event(
-                "checkpoint",
-                saved.step,
+            blocked = self._blocked.pop(saved.step)
+            text = (
                 f"saved step {saved.step} in {saved.seconds:.2f} s, blocked training for "
-                f"{blocked:.3f} s",
-                {"seconds": saved.seconds, "blocked_seconds": blocked},
+                f"{blocked['blocked_seconds']:.3f} s"
             )
+            if blocked["waited_seconds"] >= MENTIONED_SECONDS:
+                text += f", {blocked['waited_seconds']:.3f} s of it for the save before it"
+            self._log_event("checkpoint", saved.step, text, {"seconds": saved.seconds, **blocked})
         else:
             self._failed = saved
 
@@ -208,6 +214,7 @@ def make_checkpointer(
     *,
     last_saved: int | None,
     log_event: LogEvent,
+    step_memory: MemoryUse | None = None,
 ) -> Checkpointer:
     """Return what saves the states of a run; see `BackgroundCheckpointer`."""
     config = asked.checkpoint
@@ -216,7 +223,7 @@ def make_checkpointer(
     store = CheckpointStore(
         asked.run_dir / FOLDER, keep_last=config.keep_last, keep_best=config.keep_best
     )
-    form.prepare()
+    form.prepare(None if step_memory is None else step_memory.total - step_memory.argument)
     return BackgroundCheckpointer(
         store, form, metadata.at, every=config.every, last_saved=last_saved, log_event=log_event
     )

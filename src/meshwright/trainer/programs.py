@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
 
-from meshwright.compiled.compile_program import compile_program
+from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.compiled.memory import MemoryUse
 from meshwright.errors import CheckFailed, EnvironmentProblem
 from meshwright.ledgers import Ledger, lower_step, read_ledger
@@ -31,6 +32,9 @@ from meshwright.step.eval_step import (
 
 WARN_FROM_BYTES = 2**20
 """Smaller deviations per step, such as one more scalar, are not worth a warning."""
+
+CACHED_SECONDS = 2.0
+"""A program that is not there by then does not come from the cache."""
 
 T = TypeVar("T")
 
@@ -67,11 +71,21 @@ class CompiledStep:
 
 
 @activity("compiling the step")
-def compile_step(assembled: Assembled, batch: Any) -> CompiledStep:
-    """Compile the step for batches of this shape."""
+def compile_step(
+    assembled: Assembled,
+    batch: Any,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+    if_long: Callable[[], None] | None = None,
+) -> CompiledStep:
+    """Compile the step for batches of this shape.
+
+    ``meanwhile`` is called while it compiles, or is read from the cache, in another thread, and
+    then ``if_long`` if it compiles. Several processes call neither.
+    """
     lowered = lower_step(assembled, batch)
     started = time.perf_counter()
-    program = compile_program(lowered)
+    program = _compile_beside(lowered, meanwhile, if_long)
     seconds = time.perf_counter() - started
     assembled.step.check(program)
     return CompiledStep(
@@ -81,6 +95,21 @@ def compile_step(assembled: Assembled, batch: Any) -> CompiledStep:
         memory=_reported(lambda: program.memory),
         seconds=seconds,
     )
+
+
+def _compile_beside(
+    lowered: Any, meanwhile: Callable[[], None] | None, if_long: Callable[[], None] | None
+) -> CompiledProgram:
+    # Several processes compile in the same order, and agree from one thread.
+    if meanwhile is None or process_count() > 1:
+        return compile_program(lowered)
+    thread = ThreadPoolExecutor(1, "step")
+    compiling = thread.submit(copy_context().run, compile_program, lowered)
+    thread.shutdown(wait=False)
+    meanwhile()
+    if if_long is not None and wait([compiling], CACHED_SECONDS).not_done:
+        if_long()
+    return compiling.result()
 
 
 def refuse_deviations(deviations: list[str]) -> None:

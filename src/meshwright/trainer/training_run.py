@@ -162,9 +162,7 @@ class TrainingRun:
         started = time.perf_counter()
         asked, progress = self._asked, self._progress
         with self._advice.during(lambda: "compiling the step"):
-            compiled = self._programs.step(
-                self._batch, lambda: compile_step(self._assembled, self._batch)
-            )
+            compiled = self._programs.step(self._batch, self._compile)
         known = KnownProgram(compiled.memory, compiled.text)
         self._warnings += warn_of_compiled(self._assembled, compiled.memory)
         if asked.strict:
@@ -191,6 +189,7 @@ class TrainingRun:
                     self._metadata,
                     last_saved=point.step if point is not None and point.same_run else None,
                     log_event=tracker.event,
+                    step_memory=compiled.memory,
                 )
             loop = self._make_loop(compiled, log, checkpointer, interrupt)
             with (
@@ -215,6 +214,16 @@ class TrainingRun:
         finally:
             tracker.close(summary)
         return result
+
+    def _compile(self) -> CompiledStep:
+        # A profile would show the compiler at work.
+        evaluator = None if self._asked.profile else self._evaluator
+        return compile_step(
+            self._assembled,
+            self._batch,
+            meanwhile=self._restoring.prepare,
+            if_long=evaluator and evaluator.compile_ahead,
+        )
 
     def _keep_base(self, state: TrainState) -> None:
         """Remember the weights that are not trained, once."""
@@ -322,7 +331,6 @@ class TrainingRun:
             eval_every=asked.eval_every,
             sample=self._sample,
             sample_every=asked.sample_every,
-            # A profile would show the compiler at work.
             evaluate_ahead=not asked.profile,
             log_every=trainer.log_every,
             rate=rate,

@@ -11,7 +11,10 @@ from flax import nnx
 from quick import quick_module
 
 import meshwright as mw
+from meshwright.compiled.compile_program import known_options
 from meshwright.errors import UserError
+from meshwright.step.compiler_options import EVALUATION_ON_GPU
+from meshwright.trainer import programs
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -173,18 +176,40 @@ def test_evaluations_are_compiled_in_another_thread_after_the_first_step(compile
         on_metrics=lambda step, _: before.append(list(compiled_in.threads)) if step == 1 else 0,
     )
     apart = [name for name in compiled_in.threads if name.startswith("evaluation")]
-    in_front = [name for name in compiled_in.threads if name == "MainThread"]
+    in_front = [name for name in compiled_in.threads if name in ("step_0", "MainThread")]
     # Two full batches of 32, and a remainder of 3.
     assert len(apart) == 2
     assert len(in_front) == (3 if fails else 1)
-    assert before[0][0] == "MainThread", "the step comes first"
+    assert before[0][0] == "step_0", "the step comes first"
     assert ran.eval[2]["eval_samples"] == 67
     assert ran.eval_loss == pytest.approx(plain(ran.model, held_out)[0], rel=1e-6)
 
 
+def test_evaluations_are_compiled_beside_a_step_that_compiles_long(monkeypatch):
+    monkeypatch.setattr(programs, "CACHED_SECONDS", 0.01)
+    compile_it, evaluation = jax.stages.Lowered.compile, threading.Event()
+
+    def compile_after_evaluation(lowered, *args, **options):
+        name = threading.current_thread().name
+        if name.startswith("evaluation"):
+            evaluation.set()
+        elif name.startswith("step"):
+            assert evaluation.wait(30), "nothing was compiled beside the step"
+        return compile_it(lowered, *args, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_after_evaluation)
+    ran = small_trainer().fit(samples(64), steps=1, batch_size=32, eval_data=samples(67))
+    assert ran.eval_loss == pytest.approx(plain(ran.model, samples(67))[0], rel=1e-6)
+
+
+def test_evaluations_on_gpus_measure_no_algorithms():
+    known = known_options(EVALUATION_ON_GPU)
+    assert known == {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
 def test_without_data_to_evaluate_on_nothing_is_compiled_ahead(compiled_in):
     small_trainer().fit(samples(64), steps=2, batch_size=32)
-    assert compiled_in.threads == ["MainThread"]
+    assert compiled_in.threads == ["step_0"]
 
 
 def test_a_loss_that_cannot_be_evaluated_is_an_error_when_it_is():

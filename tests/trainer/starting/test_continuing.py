@@ -42,9 +42,14 @@ def whole(quick_module):
 
 def compiled(caplog, function):
     """Return the result of a function, and the names of what JAX compiled for it."""
-    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        caplog.clear()
-        result = function()
+    # In all threads, unlike jax.log_compiles(): the step compiles in another one.
+    jax.config.update("jax_log_compiles", True)
+    try:
+        with caplog.at_level("WARNING", logger="jax"):
+            caplog.clear()
+            result = function()
+    finally:
+        jax.config.update("jax_log_compiles", False)
     names = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
     return result, names
 

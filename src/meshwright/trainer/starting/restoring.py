@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader
@@ -56,6 +57,7 @@ class Restoring:
         self._start, self.asked, self._assembled = start, asked, assembled
         self._form, self._metadata = form, metadata
         self._compared = ""
+        self._prepared: TrainState | None = None
 
     @property
     def steps_before(self) -> int:
@@ -100,6 +102,12 @@ class Restoring:
         folder = self.point.folder
         return [set_damaged_aside(folder, damage) for damage in self.point.damaged]
 
+    def prepare(self) -> None:
+        """Make the state of a new run ahead; what fails is tried again when it is needed."""
+        if self.point is None and not self._start.steps:
+            with suppress(Exception):
+                self._prepared = self._start.state()
+
     def first_state(self, tracker: Tracker, progress: Progress, callbacks: Callbacks) -> TrainState:
         """Return the state to start from, restored if there is a checkpoint to resume from."""
         start = self._start
@@ -111,8 +119,9 @@ class Restoring:
                 tracker.event("resume", done, f"continuing after step {done}", {})
             elif start.source:
                 tracker.event("weights", 0, start.source, {})
+            prepared, self._prepared = self._prepared, None
             with activity("initializing the state"):
-                return start.state()
+                return prepared or start.state()
         with activity(f"restoring step {self.point.step}"):
             state = self._restore(tracker)
         point = self.point
