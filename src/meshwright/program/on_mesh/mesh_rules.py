@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from meshwright.program.evaluate.evaluator import (
     scan_body,
 )
 from meshwright.program.evaluate.mesh_view import MeshView, axes_of, run_locally
-from meshwright.program.evaluate.repeated_vector import repeat_vector
+from meshwright.program.evaluate.repeated_vector import repeats_on
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.evaluate.widen import WIDE_RULES
 from meshwright.program.jaxpr.equations import (
@@ -97,8 +96,7 @@ class AddWeights:
             return None
         operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
         shape: Any = jnp.broadcast_shapes(*(x.shape for x in operands))
-        in_parts = partial(repeat_vector, num_shards=self.mesh.num_auto)
-        repeat = in_parts if self.in_parts else jnp.broadcast_to
+        repeat = repeats_on(self.mesh) if self.in_parts else jnp.broadcast_to
         added = [
             repeat(x, shape).astype(aval_of(atom).dtype) if env.is_half_weight(atom) else x
             for x, atom in zip(operands, eqn.invars, strict=True)
