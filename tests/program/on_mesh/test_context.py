@@ -66,6 +66,10 @@ def packed():
     return {**batch, "segment_ids": documents.astype(np.int32), "positions": places.astype("int32")}
 
 
+def one_row():
+    return {name: rows[:1] for name, rows in packed().items()}
+
+
 def shifted(model, batch):
     """The loss of a model that reads one token less than the batch has."""
     logits = model(batch["tokens"][:, :-2])
@@ -168,6 +172,12 @@ def test_every_mesh_has_the_numbers_of_one_device(name, kernels):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kernels", ["none", "xla"])
+def test_one_row_of_documents_has_the_numbers_of_one_device(kernels):
+    check(llama(1), TASK.loss, one_row(), "context=2", "context=4", "context=8", kernels=kernels)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -245,19 +255,7 @@ SIZES = {"context_length": 64, "num_blocks": 2, "vocab_size": VOCABULARY, "tied_
 @pytest.mark.parametrize("mesh", ["context=4", "data=2,context=4", "fsdp=2,context=2,tensor=2"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_no_axis_sends_more_than_the_minimum(kv_heads, mesh, remat):
-    batch = tokens(8, 64)
-    build = llama(kv_heads, **SIZES)
-    sharding = mw.ShardingConfig(remat=remat, min_shard_size=0)
-
-    def ledger(mesh):
-        step = assembled(build, TASK.loss, batch, "none", mesh=mesh, wide=False, sharding=sharding)
-        return make_ledger(step, batch).axes
-
-    above = {name: axis for name, axis in ledger(mesh).items() if axis.ratio > 1.05}
-    # Recomputed blocks repeat their reductions over tensor, with any other axis as well.
-    if tensor := remat == "full" and above.pop("tensor", None):
-        assert tensor == ledger(mesh.replace("context", "data"))["tensor"]
-    assert above == {}
+    assert excess(llama(kv_heads, **SIZES), tokens(8, 64), mesh, "none", remat) == {}
 
 
 @pytest.mark.full
@@ -348,7 +346,8 @@ def test_kernels_read_only_keys_that_their_mask_shows(options, way):
 
 
 def test_packed_documents_are_equal_work_too():
-    assert ways(llama(1), packed(), "context=4", kernels="xla")[1].endswith("have equal work")
+    for batch in (packed(), one_row()):
+        assert ways(llama(1), batch, "context=4", kernels="xla")[1].endswith("have equal work")
 
 
 REFUSED = {
