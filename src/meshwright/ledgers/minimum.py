@@ -142,6 +142,7 @@ def event_needs(
     scale /= plan.size(CONTEXT)
     for event in events:
         times = event.times * (steps if stage is None else stage.runs(event.part, steps))
+        times *= 2 if event.again and plan.sharding.remat == "full" else 1
         if not times:
             continue
         need = Needed("tensor", event.kind, event.nbytes * scale, times, size, event.module)

@@ -29,6 +29,8 @@ last one the head."""
 
 _KEEPS_SUMS = frozenset({"add", "add_any", "sub", "neg"}) | REARRANGES
 """Operations whose result for partial sums is a partial sum of their result."""
+_PASSES = _KEEPS_SUMS | {"convert_element_type", "div", "select_n"}
+"""Operations whose gradient does not need the value that they pass on, as those of dropout."""
 
 
 class PlacedWeight(NamedTuple):
@@ -58,7 +60,7 @@ class PlacedEvent(NamedTuple):
 
     ``nbytes`` are those of the array, each time, for all samples that were traced; ``weight`` those
     of the weight that can be gathered instead, 0 if none can. The part of the model is None if no
-    stage runs it, or without stages.
+    stage runs it, or without stages. Blocks that save nothing reduce it ``again``.
     """
 
     kind: str
@@ -67,6 +69,7 @@ class PlacedEvent(NamedTuple):
     weight: int
     part: Part | None
     module: str
+    again: bool = False
 
 
 class WeightReads(NamedTuple):
@@ -175,6 +178,7 @@ def place_events(
     part_of = {} if cut is None else _events_by_part(classes, cut)
     number_of = {id(event): number for number, event in enumerate(classes.events)}
     without_gradient = _without_gradient(classes.root)
+    again = _recomputed(classes) if cut is None else set[int]()
     unneeded = _reads_of_data(classes, tensor) | _added_first(classes, tensor)
     found, seen = list[PlacedEvent](), set[tuple[str, int]]()
     for event in classes.events_of(tensor.splits):
@@ -187,8 +191,42 @@ def place_events(
         kept = bool(event.kept & tensor.splits.keys())
         kind = "all-gather" if event.blocking else "reduce-scatter" if kept else "all-reduce"
         part = part_of.get(number_of[id(event)])
-        found.append(PlacedEvent(kind, event.nbytes, event.times, event.weight, part, event.path))
+        recomputed = number_of[id(event)] in again
+        placed = kind, event.nbytes, event.times, event.weight, part, event.path, recomputed
+        found.append(PlacedEvent(*placed))
     return found
+
+
+def _recomputed(classes: DimClasses) -> set[int]:
+    """Return the numbers of sums within blocks that their backward pass needs once more.
+
+    The last sum of a block is mostly only added to its input, and is not.
+    """
+    found, root = set[int](), classes.root
+    segments = cut_segments(root.jaxpr)
+    blocks = [s.eqns for s in segments if not isinstance(s, Outside)]
+    outside = [id(e) for s in segments if isinstance(s, Outside) for e in s.eqns]
+    programs = [(root, eqns) for eqns in blocks]
+    for position, called in root.calls.items():
+        eqn = root.jaxpr.eqns[position]
+        if eqn.primitive.name == "scan" and id(eqn) in outside:
+            programs += [(program, tuple(program.jaxpr.eqns)) for program in called]
+    for program, eqns in programs:
+        inside, sums = {id(eqn) for eqn in eqns}, dict[Var, set[int]]()
+        for position, eqn in enumerate(program.jaxpr.eqns):
+            if id(eqn) not in inside:
+                continue
+            read = {n for v in variables(eqn.invars) for n in sums.get(v, ())}
+            own = {n for n in program.noted.get(position, ()) if _is_sum(classes, n)}
+            if eqn.primitive.name not in _PASSES:
+                found |= read
+                read = set()
+            sums.update(dict.fromkeys(eqn.outvars, own | read))
+    return found
+
+
+def _is_sum(classes: DimClasses, number: int) -> bool:
+    return classes.events[number].kind in ("contract", "reduce")
 
 
 def _without_gradient(root: ProgramDims) -> set[int]:

@@ -58,3 +58,8 @@ def test_values_and_gradients_are_those_of_broadcasting(vector, shape):
 )
 def test_about_64_sums_are_computed_side_by_side(rows, shards, parts):
     assert parts_of(rows, shards) == parts
+
+
+def test_no_part_of_a_row_is_on_two_devices():
+    assert parts_of((1, 4096), 8, of_positions=8) == 64
+    assert parts_of((8, 63), 4, of_positions=4) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.program.jaxpr.equations import Equation, Var, aval_of
 from meshwright.program.kernels.masks import Allowed
@@ -38,6 +38,8 @@ class AttentionOperands:
         function: what is computed from scores, if it is more than a scale and a mask.
         leaves: the arrays it reads, else the mask if that depends on documents; with the position
             of each of their dims in (batch…, length, group…, keys), None if it has size 1.
+        formula: what is computed from scores, also if that is only a scale and a mask.
+        formula_leaves: the arrays that the formula reads.
     """
 
     query: Var
@@ -52,11 +54,37 @@ class AttentionOperands:
     allowed: Allowed
     function: ScoreFunction | None = None
     leaves: tuple[tuple[Var, tuple[int | None, ...]], ...] = ()
+    formula: ScoreFunction | None = None
+    formula_leaves: tuple[tuple[Var, tuple[int | None, ...]], ...] = ()
+
+    @property
+    def by_formula(self) -> AttentionOperands:
+        """The same, its masks computed of the documents of queries and keys."""
+        return replace(self, function=self.formula, leaves=self.formula_leaves)
+
+    @property
+    def for_chunks(self) -> bool:
+        """Whether chunks of queries and keys need only their own parts of what scores depend on."""
+        if self.function is None and not self.leaves:
+            return True
+        ends = {self.num_batch, len(self.output_dims) - 1}
+        known = self.formula is not None and self.formula.normalized
+        return known and not any(ends <= {*dims} for _, dims in self.formula_leaves)
 
     @property
     def inputs(self) -> tuple[Var, ...]:
         """The variables that it reads."""
         return (self.query, self.key, self.value, *(leaf for leaf, _ in self.leaves))
+
+    @property
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        """Which dims count positions, of each input and of the result."""
+        count, last = self.num_batch, len(self.output_dims) - 1
+        leaves = (
+            tuple(d for d, at in enumerate(dims) if at in (count, last)) for _, dims in self.leaves
+        )
+        keys = (self.key_dims[-2],), (self.value_dims[-2],)
+        return ((self.query_dims[count],), *keys, *leaves, (self.output_dims.index(count),))
 
     def __str__(self) -> str:
         return str(self.allowed) + ("" if self.function is None else f", {self.function.why}")

@@ -93,12 +93,12 @@ class AttentionLayouts:
     def with_kernel(self, operands: AttentionOperands, size: int) -> AttentionLayouts:
         """Return the layouts for a kernel, which computes no scores that its mask hides."""
         allowed, head = operands.allowed, operands.num_batch - 1
-        shared = SharedRows(size, self.length // size, allowed.window)
+        shared = SharedRows(size, -(-self.length // size), allowed.window)
         of_keys = zip(self.repeated, (operands.key_dims, operands.value_dims), strict=True)
         of_heads = all(dim in (-1, dims[head] if head else -1) for (dim, *_), dims in of_keys)
         counts = {count for _, count, _ in self.repeated}
-        fits = of_heads and len(counts) == 1 and 0 not in counts and self.length % (4 * size) == 0
-        if self.by_heads or not fits or not allowed.causal or allowed.documents:
+        fits = of_heads and len(counts) == 1 and 0 not in counts and shared.own % 4 == 0
+        if self.by_heads or not fits or not allowed.causal or not operands.for_chunks:
             return self
         if shared.halo >= self.length - shared.own:
             return self

@@ -178,22 +178,25 @@ class _Finder:
         match, name = match_attention(scope, end), "xla"
         if match is None:
             return None
-        operands, inputs = match.operands, match.operands.inputs
-        if self.kernels.choice == "auto":
+        operands, placed = match.operands, self.exchanges.attention.get(match.output)
+        placed = placed and placed.with_kernel(operands, self.exchanges.size)
+        shared, function = placed is not None and placed.shared is not None, operands.function
+        if self.kernels.choice == "auto" and not (shared and function):
             name = check_kernel(operands, self.kernels.platform, planned=self.kernels.planned)
-        placed = self.exchanges.attention.get(match.output)
         if placed is None:
             ends = (operands.query, operands.key, operands.value, match.output)
             layouts = [self.layout(scope.program, v) for v in ends]
         else:
-            self._check_rows(operands.query, placed.inside[0])
+            if not shared:
+                self._check_rows(operands.query, placed.inside[0])
             layouts = list(placed.inside)
-            placed = placed.with_kernel(operands, self.exchanges.size)
-            if operands.function is not None and not placed.by_heads:
-                raise NotReplaced(f"{operands.function.why}, and the context axis gathers keys")
+            if function is not None and not placed.by_heads and not shared:
+                raise NotReplaced(f"{function.why}, and the context axis gathers keys")
         if any(spec is not None for spec in layouts):
             _check_layouts(operands, layouts)
-        layouts = _with_leaves(operands, layouts)
+        if shared and operands.leaves:
+            operands = operands.by_formula
+        layouts, inputs = _with_leaves(operands, layouts, whole=shared), operands.inputs
         return Region(
             module_name(match.eqns),
             match.eqns,
@@ -201,7 +204,7 @@ class _Finder:
             (match.output,),
             scope.graph.place(match.eqns, inputs, [match.output]),
             AttentionKernel(name, operands, layouts, placed, self.kernels.planned),
-            str(operands),
+            str(match.operands),
         )
 
     def _check_rows(self, hidden: Var, layout: PartitionSpec | None) -> None:
@@ -247,10 +250,14 @@ def _rowwise(
 
 
 def _with_leaves(
-    operands: AttentionOperands, layouts: Sequence[PartitionSpec | None]
+    operands: AttentionOperands, layouts: Sequence[PartitionSpec | None], *, whole: bool
 ) -> tuple[PartitionSpec | None, ...]:
-    """Return layouts with those of what scores depend on, which are sharded as the queries are."""
+    """Return layouts with those of what scores depend on, which are sharded as the queries are.
+
+    If ``whole``, every device has all of their positions.
+    """
     axes = [*_entries(layouts[0], operands.query_dims)[:-1], None]
+    axes = [None if whole and entry == CONTEXT else entry for entry in axes]
     specs: list[PartitionSpec] = []
     for variable, dims in operands.leaves:
         sizes = zip(aval_of(variable).shape, dims, strict=True)

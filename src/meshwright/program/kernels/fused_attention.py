@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -21,8 +21,14 @@ from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.context_attention import AttentionLayouts
-from meshwright.program.kernels.joined_attention import NEVER, Attend, AttentionPart, differentiable
-from meshwright.program.kernels.masks import Allowed, band
+from meshwright.program.kernels.joined_attention import (
+    NEVER,
+    Attend,
+    AttentionPart,
+    SharedRows,
+    differentiable,
+)
+from meshwright.program.kernels.masks import HIDDEN, Allowed, band
 from meshwright.program.kernels.regions import NotReplaced, Region
 from meshwright.program.kernels.score_functions import Block, ScoreFunction
 
@@ -48,17 +54,41 @@ class AttentionKernel:
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
         """Return the result of the second product."""
         form = self.name if env.evaluator.weights.casts else "xla"
-        attend = make_attend(self.operands, "planned" if form != "xla" and self.planned else form)
         inputs = [env.read(variable) for variable in region.inputs]
-        exchange, layouts = self.exchange, list(self.layouts)
-        own = exchange is not None and not exchange.by_heads
+        exchange = self.exchange
         if exchange is not None and exchange.shared is not None:
-            part = partial(cudnn_part if form == "cudnn" else xla_part, scale=self.operands.scale)
-            attend, own = exchange.shared.attention(part, exchange.repeated[0][1]), False
-            layouts[1:3] = exchange.own_keys
-        run = partial(run_attention, self.operands, attend, own_rows=own)
-        result = run_locally(run, inputs, layouts[:-1], layouts[-1], mesh)
+            result = self._by_chunks(inputs, form, mesh, exchange, exchange.shared)
+        else:
+            planned = self.planned and form != "xla"
+            attend = make_attend(self.operands, "planned" if planned else form)
+            own = exchange is not None and not exchange.by_heads
+            run = partial(run_attention, self.operands, attend, own_rows=own)
+            result = run_locally(run, inputs, self.layouts[:-1], self.layouts[-1], mesh)
         return [result if exchange is None else constrain(result, mesh.sharding(exchange.rows))]
+
+    def _by_chunks(
+        self,
+        inputs: Sequence[Any],
+        form: str,
+        mesh: MeshView,
+        exchange: AttentionLayouts,
+        shared: SharedRows,
+    ) -> Any:
+        """Attend to chunks of keys; a row is filled up behind, with positions that none sees."""
+        attend = shared.attention(partial(part_of, self.operands, form), exchange.repeated[0][1])
+        rows = shared.size * shared.own
+        run = partial(run_attention, self.operands, attend, rows=rows)
+        *dims, of_result = self.operands.positions
+        if more := rows - exchange.length:
+            inputs = [_padded(x, own, more) for x, own in zip(inputs, dims, strict=True)]
+        layouts = [self.layouts[0], *exchange.own_keys, *self.layouts[3:]]
+        result = run_locally(run, inputs, layouts[:-1], layouts[-1], mesh)
+        return jax.lax.slice_in_dim(result, 0, exchange.length, axis=of_result[0])
+
+
+def _padded(array: Any, dims: Sequence[int], more: int) -> Any:
+    """Return an array with more entries behind the others, along some dims."""
+    return jnp.pad(array, [(0, more if d in dims else 0) for d in range(array.ndim)])
 
 
 def make_attend(operands: AttentionOperands, form: str) -> Attend:
@@ -71,11 +101,16 @@ def make_attend(operands: AttentionOperands, form: str) -> Attend:
 
 
 def run_attention(
-    operands: AttentionOperands, attend: Attend, *arrays: Any, own_rows: bool = False
+    operands: AttentionOperands,
+    attend: Attend,
+    *arrays: Any,
+    own_rows: bool = False,
+    rows: int | None = None,
 ) -> Any:
     """Evaluate attention on arrays with the dims of the program.
 
-    With ``own_rows``, queries are those of this device's positions, and keys those of all.
+    With ``own_rows``, queries are those of this device's positions, and keys those of all; with
+    ``rows``, both are its own, and what scores depend on are rows of so many positions.
     """
     query, key, value = arrays[:3]
     count = operands.num_batch
@@ -95,7 +130,7 @@ def run_attention(
     key, value = of_keys(key, operands.key_dims), of_keys(value, operands.value_dims)
     mask: Any = None
     first = jax.lax.axis_index(CONTEXT) * length if own_rows else 0
-    whole = (*batch, *heads, length, *groups, key.shape[1])
+    whole = (*batch, *heads, rows or length, *groups, rows or key.shape[1])
     read = zip(arrays[3:], (dims for _, dims in operands.leaves), strict=True)
     leaves = [_broadcastable(array, dims, whole, count) for array, dims in read]
     if operands.function is not None:
@@ -285,20 +320,51 @@ def _refusal(
     return ""
 
 
-def xla_part(allowed: Allowed, scale: float) -> AttentionPart:
+def part_of(operands: AttentionOperands, form: str, allowed: Allowed) -> AttentionPart:
+    """Return attention to some of the keys in one of its forms."""
+    function, scale = operands.function, operands.scale
+    edge = allowed.causal or operands.allowed.window is not None
+    if form != "cudnn":
+        return xla_part(allowed, scale, function and partial(_scores, function, edge))
+    part = cudnn_part(allowed, scale)
+    if function is None:
+        return part
+
+    def masked(run: Callable[..., Any], query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        shape = query.shape[0], 1, query.shape[1], key.shape[1]
+        mask = _scores(function, edge, jnp.zeros(shape), *rest[0]) > HIDDEN
+        return run(query, key, value, mask, *rest[1:])
+
+    return AttentionPart(partial(masked, part.forward), partial(masked, part.gradients))
+
+
+def _scores(function: ScoreFunction, edge: bool, products: Any, leaves: Any, at: Any) -> Any:
+    """Return the scores of a block, at the edge of what is allowed or inside of it."""
+    return function(Block(products, leaves, at, edge))
+
+
+def xla_part(
+    allowed: Allowed, scale: float, function: Callable[..., Any] | None = None
+) -> AttentionPart:
     """Return attention that saves no scores: its gradient computes them again."""
 
     def grouped(array: Any, key: Any) -> Any:
         return array.reshape(*array.shape[:2], key.shape[2], -1, array.shape[3])
 
-    def exponents(query: Any, key: Any, mask: Any) -> Any:
+    def scored(products: Any, seen: Any) -> Any:
+        if function is not None:
+            by_head = products.reshape(len(products), -1, *products.shape[-2:])
+            return jnp.maximum(function(by_head, *seen), NEVER).reshape(products.shape)
+        visible = band(allowed, products.shape[-2:]) if seen is None else seen[:, None]
+        return jnp.where(visible, products * scale, NEVER)
+
+    def exponents(query: Any, key: Any, seen: Any) -> Any:
         wide = jnp.promote_types(query.dtype, jnp.float32)
-        out = jnp.einsum("btkgc,bskc->bkgts", query, key, preferred_element_type=wide) * scale
-        visible = band(allowed, out.shape[-2:]) if mask is None else mask[:, None]
-        return jnp.where(visible, out, NEVER)
+        products = jnp.einsum("btkgc,bskc->bkgts", query, key, preferred_element_type=wide)
+        return jax.vjp(partial(scored, seen=seen), products)
 
     def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        scores = exponents(grouped(query, key), key, mask)
+        scores, _ = exponents(grouped(query, key), key, mask)
         peak = scores.max(-1, keepdims=True)
         exponentials = jnp.exp(scores - peak)
         total = exponentials.sum(-1, keepdims=True)
@@ -311,12 +377,13 @@ def xla_part(allowed: Allowed, scale: float) -> AttentionPart:
         of_query, (out, total, cotangent) = grouped(query, key), rest
         of_out = grouped(cotangent, key)
         product = partial(jnp.einsum, preferred_element_type=total.dtype)
-        scores = exponents(of_query, key, mask)
+        scores, pull = exponents(of_query, key, mask)
         weights = jnp.exp(scores - total.reshape(*scores.shape[:-1], 1))
         of_value = product("bkgts,btkgc->bskc", weights.astype(value.dtype), of_out)
         of_weights = product("btkgc,bskc->bkgts", of_out, value)
         mean = product("btkgc,btkgc->bkgt", of_out, grouped(out, key))[..., None]
-        of_scores = (weights * (of_weights - mean) * scale).astype(query.dtype)
+        (of_scores,) = pull(weights * (of_weights - mean))
+        of_scores = of_scores.astype(query.dtype)
         gradient = product("bkgts,bskc->btkgc", of_scores, key).reshape(query.shape)
         return gradient, product("bkgts,btkgc->bskc", of_scores, of_query), of_value
 

@@ -9,7 +9,7 @@ a window, devices fetch the keys inside of it from those before them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ Attend = Callable[..., Any]
 """(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C].
 
 A mask says all that queries may attend to. Attention with a function of its scores gets, instead,
-what the function reads, each [B or 1, H or 1, T or 1, S or 1].
+what the function reads, each [B or 1, H or 1, T or 1, S or 1]; its parts also get the positions.
 """
 
 ATTENDED = "attended"
@@ -155,6 +155,38 @@ class SharedRows:
             parts.insert(0, lax.ppermute(given, CONTEXT, pairs))
         return jnp.concatenate(parts, axis=1)
 
+    def _seen(self, read: _Read, samples: int, leaves: Any) -> Any:
+        """Return what the scores of chunks depend on: leaves and positions, or only a mask."""
+        if leaves is None:
+            return read.mask
+        index, count = lax.axis_index(CONTEXT), self.own // self.chunk
+        rows, keys = index * count + jnp.arange(count), jnp.arange(self.size * count)
+        if self.window is None:
+            rows = jnp.stack([2 * index, 2 * (self.size - index) - 1])
+        else:
+            before = self.halo // self.chunk
+            keys = rows[0] - before + jnp.arange(before + count)
+        firsts = ((rows, read.query), (keys, read.key))
+        at = [lax.dynamic_slice_in_dim(x, first, read.number) for x, first in firsts]
+
+        places = [x[:, None] * self.chunk + jnp.arange(self.chunk) for x in at]
+        query_at, key_at = (jnp.tile(x, (samples, 1)) for x in places)
+        seen = [self._of_chunks(leaf, at, samples) for leaf in leaves]
+        return seen, (query_at[:, None, :, None], key_at[:, None, None, :])
+
+    def _of_chunks(self, leaf: Any, at: Sequence[Any], samples: int) -> Any:
+        """Return what chunks of queries, or else of keys, read of [B or 1, H, T or 1, S or 1]."""
+        dim = 2 if leaf.shape[2] > 1 else 3
+        leaf = jnp.moveaxis(leaf, dim, 1)
+        if leaf.shape[1] > 1:
+            leaf = leaf.reshape(leaf.shape[0], -1, self.chunk, *leaf.shape[2:])
+        else:
+            leaf = leaf[:, None]
+        # Chunks that do not exist are not counted, whatever they read.
+        leaf = jnp.take(leaf, at[dim - 2], axis=1, mode="clip")
+        leaf = jnp.broadcast_to(leaf, (samples, *leaf.shape[1:]))
+        return jnp.moveaxis(leaf.reshape(-1, *leaf.shape[2:]), 1, dim)
+
     def _visit(self, part_of: PartOf, visit: Callable[[Any, _Read], Any], state: Any) -> Any:
         """Visit all that a device's queries attend to, one after the other."""
         own, other = part_of(Allowed(0, self.window)), part_of(Allowed())
@@ -180,7 +212,7 @@ class SharedRows:
     def join(self, part_of: PartOf) -> AttentionPart:
         """Return attention to all that a device's queries attend to, chunk by chunk."""
 
-        def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
+        def forward(query: Any, key: Any, value: Any, leaves: Any) -> Any:
             shape = (*query.shape[:3], value.shape[3])
             query, key, value = (self._chunks(x) for x in (query, key, value))
             wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -188,7 +220,8 @@ class SharedRows:
             def visit(state: Any, read: _Read) -> Any:
                 own, out, before = read.take(read.query, query, *state)
                 keys = read.take(read.key, key, value)
-                found, total = read.part.forward(own, *keys, read.mask)
+                seen = self._seen(read, len(query), leaves)
+                found, total = read.part.forward(own, *keys, seen)
                 total = read.where_exists(total, NEVER)
                 after = jnp.logaddexp(before, total)
                 shares = [jnp.exp(x - after).swapaxes(1, 2)[..., None] for x in (before, total)]
@@ -202,13 +235,14 @@ class SharedRows:
 
         def gradients(*saved: Any) -> Any:
             query, key, value, out, cotangent = (self._chunks(saved[n]) for n in (0, 1, 2, 4, 6))
-            total = saved[5]
+            leaves, total = saved[3], saved[5]
 
             def visit(state: Any, read: _Read) -> Any:
                 own, *known = read.take(read.query, query, out, total, cotangent)
                 known[1] = read.where_exists(known[1], -NEVER)
                 keys = read.take(read.key, key, value)
-                found = read.part.gradients(own, *keys, read.mask, *known)
+                seen = self._seen(read, len(query), leaves)
+                found = read.part.gradients(own, *keys, seen, *known)
                 places = read.query, read.key, read.key
                 each = zip(places, state, found, strict=True)
                 return [_put(n, x, read.take(n, x)[0] + more) for n, x, more in each]

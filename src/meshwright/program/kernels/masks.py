@@ -108,11 +108,12 @@ def read_mask(
         raise NotReplaced("its mask hides everything")
     shape = aval_of(atom).shape
     varies = {d for d, size in zip(mapped, shape, strict=True) if size > 1}
-    if varies <= {query, key} or scope.constant(atom) is not None:
-        return [_classify(scope, atom, mapped, query, key, kind)]
-    if eqn is not None and name == "eq" and kind == "allowed":
+    of_data = scope.constant(atom) is None
+    if of_data and eqn is not None and name == "eq" and kind == "allowed":
         _check_documents(scope, eqn, mapped, query, key)
         return [Allowed(documents=True)]
+    if varies <= {query, key} or not of_data:
+        return [_classify(scope, atom, mapped, query, key, kind)]
     raise NotReplaced("its mask depends on data")
 
 

@@ -197,10 +197,13 @@ class _Match:
         values = self._value_product(weights, roles)
         values.check(scores)
         length, key = self._length(scores, reader, roles), ("key", scores.key_positions)
-        function, allowed = reader.read(roles.index(("query", length)), roles.index(key))
+        formula, allowed = reader.read(roles.index(("query", length)), roles.index(key))
         order = [*scores.roles(length), key]
         at = [order.index(role) for role in roles]
-        leaves = reader.masks if function is None else reader.leaves
+        leaves, masks = (
+            tuple((v, tuple(d if d is None else at[d] for d in own)) for v, own in read)
+            for read in (reader.leaves, reader.masks)
+        )
         operands = AttentionOperands(
             query=scores.query,
             key=scores.key,
@@ -212,8 +215,10 @@ class _Match:
             num_batch=len(scores.order),
             scale=reader.scale,
             allowed=allowed,
-            function=function,
-            leaves=tuple((v, tuple(d if d is None else at[d] for d in own)) for v, own in leaves),
+            function=formula if formula.why else None,
+            leaves=leaves if formula.why else masks,
+            formula=formula,
+            formula_leaves=leaves,
         )
         return AttentionMatch(self.graph.in_order(self.eqns), values.eqn.outvars[0], operands)
 

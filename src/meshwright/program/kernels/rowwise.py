@@ -12,7 +12,7 @@ from jax import lax
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.evaluate.repeated_vector import repeat_vector
+from meshwright.program.evaluate.repeated_vector import repeats_on
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import (
     Atom,
@@ -45,7 +45,7 @@ class RowwiseKernel:
             inputs = (*match.activations, *match.vectors)
             values: dict[Var, Any] = dict(zip(inputs, operands, strict=True))
             rounded = {v for v, is_half in zip(match.vectors, half, strict=True) if is_half}
-            _evaluate(match.eqns, values, rounded, numerics, sums, mesh.num_auto)
+            _evaluate(match.eqns, values, rounded, numerics, sums, mesh)
             return values
 
         sums = [v for eqn in match.eqns if eqn.primitive.name == "reduce_sum" for v in eqn.outvars]
@@ -71,7 +71,7 @@ class RowwiseKernel:
         operands = [env.read(v) for v in match.activations]
         operands += [env.in_param_dtype(v) for v in match.vectors]
         if mesh.planned_for is not None:
-            same = (_structure(match), *half, mesh.num_auto, type(numerics))
+            same = (_structure(match), *half, *mesh.auto_axes.items(), type(numerics))
             forward, backward = _traced_once(forward, same), _traced_once(backward, same)
         run.defvjp(forward, backward)
         return [run(*operands)]
@@ -127,22 +127,23 @@ def _evaluate(
     rounded: set[Var],
     numerics: Numerics,
     sums: Mapping[Var, Any] | None,
-    num_shards: int,
+    mesh: MeshView,
 ) -> None:
     """Evaluate equations; weights in half precision are rounded after they are repeated."""
+    repeat = repeats_on(mesh)
     for eqn in eqns:
         shape = aval_of(eqn.outvars[0]).shape
 
         def operand(atom: Atom, shape: tuple[int, ...] = shape) -> Any:
             if not isinstance(atom, Literal) and atom in rounded:
-                repeated = repeat_vector(values[atom], shape, num_shards=num_shards)
+                repeated = repeat(values[atom], shape)
                 return repeated.astype(aval_of(atom).dtype)
             value = _as_traced(atom, values, numerics)
             own = jnp.shape(value)
             same_rank = len(own) == len(shape) and own[-1:] == shape[-1:]
             # The same for all rows of an elementwise result.
             repeated = same_rank and own != shape and all(size == 1 for size in own[:-1])
-            return repeat_vector(value, shape, num_shards=num_shards) if repeated else value
+            return repeat(value, shape) if repeated else value
 
         # What is sent for a weight belongs to the module that reads it.
         with jax.named_scope(name_stack(eqn) or "rowwise"):

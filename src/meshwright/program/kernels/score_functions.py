@@ -69,7 +69,7 @@ class ScoreFunction:
     Attributes:
         compute: its formula.
         normalized: whether a softmax follows; otherwise the results are the weights.
-        why: what makes it more than a scale and a mask.
+        why: what makes it more than a scale and a mask; empty if nothing does.
     """
 
     compute: _Compute
@@ -145,8 +145,8 @@ class ScoreReader:
                     raise NotReplaced("its scores are combined with those of other pairs")
         return found[self.product.outvars[0]]
 
-    def read(self, query: int, key: int) -> tuple[ScoreFunction | None, Allowed]:
-        """Return the function, and which keys it leaves; None for a scale and a mask alone.
+    def read(self, query: int, key: int) -> tuple[ScoreFunction, Allowed]:
+        """Return the function, and which keys it leaves.
 
         Args:
             query: the dim of the scores that counts queries.
@@ -156,10 +156,8 @@ class ScoreReader:
         compute = self._value(self.out, self._whole, HIDDEN if self.normalized else 0.0)
         if len(self.masks) > 1:
             self.why = self.why or "several masks depend on data"
-        if not self.why:
-            return None, self._allowed
         hides = self._hides_rows or (self._adds_data and self._fill > _FAR_BELOW)
-        allowed = Allowed() if hides and self.normalized else self._allowed
+        allowed = Allowed() if self.why and hides and self.normalized else self._allowed
         return ScoreFunction(compute, self.normalized, self.why), allowed
 
     def _value(self, atom: Atom, dims: Dims, hidden: float | None = None) -> _Compute:

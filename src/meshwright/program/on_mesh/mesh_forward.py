@@ -171,7 +171,7 @@ def mesh_evaluator(
         SharedInputs(mesh, layouts.shared_inputs),
         LoopWeights(mesh, layouts.loop_reads),
         rearrange_weight,
-        WeightGradients(mesh, lookups, rows=kernels.rows),
+        WeightGradients(mesh, lookups, rows=kernels.rows, layouts=layouts.activations),
         AddWeights(mesh, in_parts=kernels.sums_in_parts),
         # The compiler of CPUs drops the barriers that keep blocks apart.
         LayerScans(remat, by_block=mesh.platform != "cpu"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,8 +21,8 @@ from meshwright.program.evaluate.evaluator import (
     scan_body,
 )
 from meshwright.program.evaluate.mesh_view import MeshView, axes_of, run_locally
-from meshwright.program.evaluate.repeated_vector import repeat_vector
-from meshwright.program.evaluate.weight_uses import HALF
+from meshwright.program.evaluate.repeated_vector import repeats_on
+from meshwright.program.evaluate.weight_uses import HALF, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES
 from meshwright.program.jaxpr.equations import (
     REARRANGES,
@@ -39,6 +38,7 @@ from meshwright.program.kernels.context_attention import Exchange
 from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.kernels.passed_states import PassedStates
 from meshwright.program.on_mesh.grouped_convolutions import grouped_layout, is_grouped
+from meshwright.program.on_mesh.lookup_sums import LookupSums, lookup_rows
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
 
 EXCHANGED = "exchanged"
@@ -97,8 +97,7 @@ class AddWeights:
             return None
         operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
         shape: Any = jnp.broadcast_shapes(*(x.shape for x in operands))
-        in_parts = partial(repeat_vector, num_shards=self.mesh.num_auto)
-        repeat = in_parts if self.in_parts else jnp.broadcast_to
+        repeat = repeats_on(self.mesh) if self.in_parts else jnp.broadcast_to
         added = [
             repeat(x, shape).astype(aval_of(atom).dtype) if env.is_half_weight(atom) else x
             for x, atom in zip(operands, eqn.invars, strict=True)
@@ -149,11 +148,13 @@ class WeightGradients:
         mesh: where the program runs.
         lookups: whether lookups need a layout for their gradient.
         rows: whether products join all dims of activations but their features.
+        layouts: the layouts of activations.
     """
 
     mesh: MeshView
     lookups: bool = True
     rows: bool = False
+    layouts: Mapping[Var, PartitionSpec] = field(default_factory=dict[Var, PartitionSpec])
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate a product, factor or lookup of a weight."""
@@ -174,8 +175,15 @@ class WeightGradients:
             whole=whole,
             platform=self.mesh.platform,
             casts=not is_weight,
+            sums=self._sums(eqn, use) if is_lookup else None,
         )
         return record_prepared(eqn, results, env) if is_weight else results
+
+    def _sums(self, eqn: Equation, use: WeightUse | None) -> LookupSums | None:
+        rows = lookup_rows(eqn, self.layouts.get(eqn.outvars[0]))
+        if rows is None or use is None or use.specs is None:
+            return None
+        return LookupSums(rows, use.specs.sharded, self.mesh)
 
 
 def operands_in_param_dtype(eqn: Equation, env: Environment) -> set[int]:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
+from meshwright.program.on_mesh.lookup_sums import LookupSums
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -67,6 +68,7 @@ def use_weight(
     whole: NamedSharding | None,
     platform: str,
     casts: bool = True,
+    sums: LookupSums | None = None,
 ) -> list[Any]:
     """Evaluate a product, factor or lookup; the gradient of its weight is summed in float32.
 
@@ -77,7 +79,8 @@ def use_weight(
 
     ``whole`` is the layout of the gradient before it is sharded. Without this constraint the
     compiler would add the rows of a lookup to the other gradient of a tied embedding, which then
-    has to be reduced over the mesh before, and the sum once more.
+    has to be reduced over the mesh before, and the sum once more. ``sums`` is how the gradient of a
+    lookup is summed instead.
 
     What a ``platform`` lacks is worked around. The CPU runtime has no products of half-precision
     numbers with float32 results: the operands of gradients are widened. GPUs have no such
@@ -92,6 +95,14 @@ def use_weight(
         ]
         return bind(eqn, cast)[0]
 
+    def of_weight(operands: Any, cotangent: Any) -> Any:
+        gradient = partial(_weight_gradient, eqn, weight=weight, platform=platform)
+        if sums is None:
+            return gradient(operands, cotangent=cotangent)
+        # Devices do not need the table, of which only the shape is read.
+        table = partial(jnp.zeros, operands[0].shape, operands[0].dtype)
+        return sums(lambda at, c: gradient((table(), at), cotangent=c), operands[1], cotangent)
+
     run = jax.custom_vjp(forward_only)
 
     def forward(*operands: Any) -> tuple[Any, Any]:
@@ -99,12 +110,12 @@ def use_weight(
 
     def backward(operands: Any, cotangent: Any) -> tuple[Any, ...]:
         gradients = [
-            _weight_gradient(eqn, operands, weight, cotangent, platform=platform)
+            of_weight(operands, cotangent)
             if number == weight
             else _gradient(forward_only, operands, number, cotangent)
             for number in range(len(operands))
         ]
-        if whole is not None:
+        if whole is not None and sums is None:
             gradients[weight] = lax.with_sharding_constraint(gradients[weight], whole)
         return tuple(gradients)
 

@@ -1,0 +1,58 @@
+"""The gradients of lookups by rows that the context axis divides: scattered, then reduced.
+
+XLA's partitioner would sum them over all positions whole, before it scatters them over fsdp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshwright.mesh.axes import CONTEXT
+from meshwright.program.evaluate.mesh_view import MeshView, run_locally
+from meshwright.program.jaxpr.equations import Equation, aval_of
+
+
+@dataclass(frozen=True)
+class LookupSums:
+    """How the gradient of a lookup is summed over devices.
+
+    Attributes:
+        rows: the layout of the indices, sharded by samples and by positions.
+        sharded: the layout of the weight between steps.
+        mesh: where it runs.
+    """
+
+    rows: PartitionSpec
+    sharded: PartitionSpec
+    mesh: MeshView
+
+    def __call__(self, gradient: Callable[..., Any], indices: Any, cotangent: Any) -> Any:
+        """Return the sum of the gradients of each device's own samples and positions."""
+        (samples,) = (entry for entry in self.rows if entry not in (None, CONTEXT))
+        parts = run_locally(
+            lambda *own: gradient(*own)[None, None],
+            (indices, cotangent),
+            (self.rows, self.rows),
+            PartitionSpec(samples, CONTEXT),
+            self.mesh,
+        )
+        of_positions = self.mesh.sharding(PartitionSpec(CONTEXT, *self.sharded))
+        return lax.with_sharding_constraint(parts.sum(0), of_positions).sum(0)
+
+
+def lookup_rows(eqn: Equation, layout: PartitionSpec | None) -> PartitionSpec | None:
+    """Return the layout of a lookup's indices, by that of its result.
+
+    None unless they are sharded by samples and by positions.
+    """
+    numbers, rank = eqn.params["dimension_numbers"], len(aval_of(eqn.outvars[0]).shape)
+    count = rank - len(numbers.offset_dims)
+    rows = PartitionSpec(*(layout or ())[:count])
+    sharded = [entry for entry in rows if entry is not None]
+    in_front = numbers.offset_dims == (*range(count, rank),)
+    return rows if in_front and len(sharded) == 2 and CONTEXT in sharded else None
