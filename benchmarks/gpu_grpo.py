@@ -139,7 +139,7 @@ def fine_tuned(folder: Path, count: int, tiny: bool) -> tuple[list[str], list[st
     words = [
         "data=text", f"data.path={folder / 'pages.txt'}", "training.global_batch_size=16",
         f"data.sequence_length={64 if tiny else 512}", f"training.steps={4 if tiny else 150}",
-        "checkpoint.every=150", "training.sample_tokens=0",
+        "checkpoint.every=100", "training.sample_tokens=0",
     ]  # fmt: skip
     train(folder / "start", words, tiny)
     length = sizes(tiny)["length"]
