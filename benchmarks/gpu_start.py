@@ -1,16 +1,22 @@
 """Measures how long `meshwright train` takes to the first step of GPT-2 124M on one GPU.
 
 From the start of the process to the line that reports the step: imports, data and the ledger
-included. The first run has an empty compilation cache, the others find what it has left there. What
-JAX alone needs for the first number is measured in turns with them.
+included. The first run has an empty compilation cache, the others find what it has left there. As
+in an installed package, the bytecode of all modules is there before. What JAX alone needs for the
+first number is measured in turns with them.
+
+A last run with another empty cache trains on, and evaluates at its end: its steps from the 10th on
+are compared with the same steps of a run that finds its programs, to see what compiling the
+evaluation takes from them.
 
     python benchmarks/gpu_start.py [--turns 3]
-    python benchmarks/gpu_start.py --nano    # on a CPU, not recorded
+    python benchmarks/gpu_start.py --nano --turns 1 --steps 20    # on a CPU, not recorded
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -23,8 +29,11 @@ import numpy as np
 from gpu_peers import gpu_name
 from record import verdict, write_record
 
-COLD, WARM = 35.0, 12.0
+COLD, WARM = 30.0, 8.0
 """Seconds to the first step, at most."""
+BESIDE = 0.97
+"""The least share of the speed that steps keep while the evaluation compiles."""
+LONG = 110
 VOCABULARY, LENGTH, ROWS = 50304, 1024, 32
 SETTINGS = (
     *("model=gpt2", f"model.vocab_size={VOCABULARY}", "model.dropout=0"),
@@ -45,6 +54,7 @@ SUM = "512.0"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3, help="runs with a warm cache")
+    parser.add_argument("--steps", type=int, default=LONG, help="steps of the longer runs")
     parser.add_argument("--nano", action="store_true", help="a tiny model, for trying it out")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +63,10 @@ def main() -> None:
         np.save(tokens, draw.integers(0, VOCABULARY, 64 * ROWS * LENGTH).astype(np.uint16))
         command = [sys.executable, "-P", "-m", "meshwright", "train", *SETTINGS]
         command += [f"data.path={tokens}", *(NANO if options.nano else ())]
-        env = {**os.environ, "XDG_CACHE_HOME": folder}
+        env = {**os.environ, "XDG_CACHE_HOME": folder, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        imports = "import meshwright.cli.main, meshwright.cli.request, meshwright.cli.train"
+        subprocess.run([sys.executable, "-c", imports], env=env, check=True)
         warm, bare = list[float](), list[float]()
         cold = seconds_to("train 1/", [*command, f"hydra.run.dir={folder}/cold"], env)
         print(f"cold {cold:.1f} s", flush=True)
@@ -62,15 +75,37 @@ def main() -> None:
             warm.append(seconds_to("train 1/", run, env))
             bare.append(seconds_to(SUM, [sys.executable, "-c", BARE], env))
             print(f"warm {warm[-1]:.1f} s, JAX alone {bare[-1]:.1f} s", flush=True)
+        steps = options.steps
+        command += ["data.eval_fraction=0.05", f"training.steps={steps}", "tracking.log_every=10"]
+        env["XDG_CACHE_HOME"] = f"{folder}/beside"
+        crawl = [speeds(command, Path(folder) / name, env, steps) for name in ("first", "second")]
+        print(f"samples/s from step 20 to {steps}: {crawl[0]} cold, {crawl[1]} warm", flush=True)
     typical = statistics.median(warm)
+    kept = min(crawl[0]) / statistics.median(crawl[1])
     targets = {
+        f"steps beside a compiling evaluation: at least {BESIDE:.0%} of the speed": (
+            f"{verdict(kept, BESIDE, at_most=False)} ({kept:.0%} in the slowest ten)"
+        ),
         f"cold: at most {COLD:.0f} s": f"{verdict(cold, COLD)} ({cold:.1f} s)",
         f"warm: at most {WARM:.0f} s": f"{verdict(typical, WARM)} ({typical:.1f} s)",
     }
     print(targets)
     if gpu_name() and not options.nano:
-        figures = {"cold": cold, "warm": warm, "jax_alone": bare, "targets": targets}
+        figures = {
+            "cold": cold,
+            "warm": warm,
+            "jax_alone": bare,
+            "beside": crawl,
+            "targets": targets,
+        }
         write_record("gpu_start", {"gpu": gpu_name(), **figures})
+
+
+def speeds(command: list[str], run: Path, env: dict[str, str], steps: int) -> list[float]:
+    """Return the samples per second of every ten steps but the first."""
+    seconds_to(f"train {steps}/", [*command, f"hydra.run.dir={run}"], env)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [e["samples_per_second"] for e in lines if e["split"] == "train" and e["step"] >= 20]
 
 
 def seconds_to(beginning: str, command: list[str], env: dict[str, str]) -> float:
