@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization import replica_slices
 from safetensors.numpy import load_file
 
 from meshwright.checkpoint import (
@@ -53,6 +54,24 @@ def test_the_newest_and_the_best_are_kept(folder):
     assert store.shapes(2) == {"params": {"up.kernel": (2, 3)}, "counters": {"step": ()}}
     restored = store.restore(3, state(0))
     np.testing.assert_array_equal(restored["params"]["up.kernel"], np.full((2, 3), 3))
+
+
+def test_arrays_are_not_copied_to_page_locked_memory_on_gpus(tmp_path, monkeypatch):
+    copied, copy = [], replica_slices.transfer_arrays_to_host
+
+    def to_host(*args, **options):
+        copied.append(options.get("enable_pinned_host_transfer", False))
+        return copy(*args, **options)
+
+    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", to_host)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    store = CheckpointStore(tmp_path / "run/checkpoints")
+    store.save(
+        {"params": {"up": jnp.ones((8, 128))}},
+        CheckpointMetadata(step=1, seed=1, global_batch_size=8),
+    )
+    assert store.close().error is None
+    assert copied == [False]
 
 
 def test_saving_small_arrays_of_replicas_compiles_nothing(tmp_path, caplog):

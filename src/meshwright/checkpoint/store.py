@@ -84,7 +84,7 @@ class CheckpointStore:
             self.folder,
             item_names=(STATE, METADATA, CHECKSUMS),
             item_handlers={
-                STATE: ocp.StandardCheckpointHandler(multiprocessing_options=together),
+                STATE: _state_handler(together),
                 METADATA: ocp.JsonCheckpointHandler(multiprocessing_options=together),
                 CHECKSUMS: ChecksumHandler(process_index(), main=is_main()),
             },
@@ -188,6 +188,18 @@ class CheckpointStore:
         if is_main():
             # A checkpoint without its checksums would be taken for damaged later.
             read_checksums(self.folder / str(metadata.step) / CHECKSUMS)
+
+
+def _state_handler(together: ocp.options.MultiprocessingOptions) -> Any:
+    """Return what writes states whose arrays were brought to the host.
+
+    On GPUs, Orbax would copy them once more, all of them to page-locked memory.
+    """
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=together)
+    vars(handler)["_impl"] = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=together, enable_pinned_host_transfer=False
+    )
+    return handler
 
 
 def _bring_to_host(state: Any) -> None:
