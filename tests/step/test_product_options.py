@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from meshwright.compiled.compile_program import known_options
 from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
-from meshwright.step.compiler_options import product_options
+from meshwright.step.compiler_options import evaluation_options, product_options
 
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 X, W = jnp.ones((2, 4, 8)), jnp.ones((8, 8))
@@ -34,3 +35,16 @@ def test_products_that_a_kernel_evaluates_do_not_count():
     jaxpr = jax.make_jaxpr(scores)(X).jaxpr
     results = frozenset(variable for eqn in jaxpr.eqns for variable in eqn.outvars)
     assert product_options(jaxpr, Kernels(skipped=results)) == BY_CUBLAS
+
+
+def test_evaluations_measure_no_algorithms():
+    options = evaluation_options(jax.make_jaxpr(scores)(X).jaxpr)
+    assert options == {"xla_gpu_autotune_level": 0, **BY_CUBLAS}
+    assert known_options(options) == options
+
+
+def test_evaluations_measure_convolutions_also_inside_loops():
+    def looped(x):
+        return jax.lax.scan(lambda c, _: (jnp.convolve(c, X[0, 0], "same"), None), x, length=3)
+
+    assert evaluation_options(jax.make_jaxpr(looped)(X[0, 0]).jaxpr) == {}

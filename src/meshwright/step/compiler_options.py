@@ -11,7 +11,8 @@ batched products of attention, recurrences and experts that no kernel evaluates,
 where all products are large. benchmarks/NOTES.md has the figures.
 
 The compiler chooses among algorithms by running them on the device, which takes time from whatever
-runs there. An evaluation is compiled while steps run, and without that choice.
+runs there. An evaluation is compiled while steps run, and without that choice unless it has
+convolutions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from meshwright.plan import Plan
 from meshwright.program.blocks.block_lists import find_block_lists
 from meshwright.program.jaxpr.equations import Equation, Jaxpr
-from meshwright.program.jaxpr.walks import called_programs
+from meshwright.program.jaxpr.walks import all_equations, called_programs
 from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.trace.traced_loss import TracedLoss
 
@@ -101,8 +102,12 @@ def _batched_products(jaxpr: Jaxpr, kernels: Kernels) -> Iterator[Equation]:
             yield from _batched_products(called.jaxpr, kernels)
 
 
-EVALUATION_ON_GPU: dict[str, Any] = {"xla_gpu_autotune_level": 0, **_BY_CUBLAS}
-"""The options for evaluations: nothing is measured, and cuBLAS chooses by rules of its own.
+def evaluation_options(jaxpr: Jaxpr) -> dict[str, Any]:
+    """Return the options for an evaluation: nothing is measured, and cuBLAS chooses by its rules.
 
-Triton has none, and its first tiles may be slow ones.
-"""
+    Triton has none, and its first tiles may be slow ones. Convolutions are measured: the first
+    algorithm for one may take many times as long as the best.
+    """
+    if any(eqn.primitive.name == "conv_general_dilated" for eqn, _ in all_equations(jaxpr)):
+        return {}
+    return {"xla_gpu_autotune_level": 0, **_BY_CUBLAS}

@@ -22,7 +22,7 @@ from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_function
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled, set_eval_mode
-from meshwright.step.compiler_options import EVALUATION_ON_GPU
+from meshwright.step.compiler_options import evaluation_options
 from meshwright.step.place_batch import split_strided
 from meshwright.step.step_program import (
     StepProgram,
@@ -57,8 +57,8 @@ def compile_evaluation(
     """
     if assembled.plan.size("pipe") > 1:
         try:
-            staged = _staged(assembled, _program(assembled, loss, batch, count), count)
-            lowered = _lower(assembled, staged, batch, EVALUATION_ON_GPU)
+            program = _program(assembled, loss, batch, count)
+            lowered = _lower(assembled, _staged(assembled, program, count), batch, program)
             compiled = compile_program(lowered, partitioned=False)
             check_exchanges(compiled.optimized, assembled.mesh)
         except UserError as error:
@@ -74,7 +74,7 @@ def compile_evaluation(
 def lower_evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any]) -> Any:
     """Lower the evaluation of batches like this one, without pipeline stages."""
     program = _program(assembled, loss, batch, 1, staged=False)
-    return _lower(assembled, _unstaged(assembled, program), batch, EVALUATION_ON_GPU)
+    return _lower(assembled, _unstaged(assembled, program), batch, program)
 
 
 @activity("compiling the prediction")
@@ -122,12 +122,14 @@ def _lower(
     assembled: Assembled,
     run: Callable[..., Any],
     batch: Sequence[Any],
-    on_gpu: Mapping[str, Any] | None = None,
+    evaluated: StepProgram | None = None,
 ) -> Any:
     replicated = NamedSharding(assembled.mesh, PartitionSpec())
     leaves = assembled.step.leaf_values(assembled.step.abstract_state())
     is_gpu = assembled.mesh.devices.flat[0].platform == "gpu"
-    options = known_options(on_gpu) if on_gpu and is_gpu else None
+    options: dict[str, Any] = {}
+    if evaluated is not None and is_gpu:
+        options = known_options(evaluation_options(evaluated.traced.closed.jaxpr))
     jitted = jax.jit(run, out_shardings=replicated, compiler_options=options or None)
     return jitted.lower(leaves, list(batch))
 

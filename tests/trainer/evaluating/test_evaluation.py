@@ -11,9 +11,7 @@ from flax import nnx
 from quick import quick_module
 
 import meshwright as mw
-from meshwright.compiled.compile_program import known_options
 from meshwright.errors import UserError
-from meshwright.step.compiler_options import EVALUATION_ON_GPU
 from meshwright.trainer import programs
 
 __all__ = ["quick_module"]
@@ -200,11 +198,6 @@ def test_evaluations_are_compiled_beside_a_step_that_compiles_long(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_after_evaluation)
     ran = small_trainer().fit(samples(64), steps=1, batch_size=32, eval_data=samples(67))
     assert ran.eval_loss == pytest.approx(plain(ran.model, samples(67))[0], rel=1e-6)
-
-
-def test_evaluations_on_gpus_measure_no_algorithms():
-    known = known_options(EVALUATION_ON_GPU)
-    assert known == {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 def test_without_data_to_evaluate_on_nothing_is_compiled_ahead(compiled_in):
