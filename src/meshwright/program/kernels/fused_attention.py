@@ -255,8 +255,6 @@ def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = F
 
 PAYS_FROM, BLOCK, CHANNELS = 1024, 128, (64, 128)
 """For which rows and heads attention by blocks was measured: it takes half the time."""
-MEASURED = False
-"""Whether that was its present form; if not, attention stays as written."""
 
 
 def check_kernel(operands: AttentionOperands, platform: str, *, planned: bool = False) -> str:
@@ -276,10 +274,6 @@ def check_kernel(operands: AttentionOperands, platform: str, *, planned: bool = 
     ):
         if not holds:
             raise NotReplaced(f"{operands.function.why}, for which a kernel needs {needs}")
-    if not MEASURED:
-        raise NotReplaced(
-            f"{operands.function.why}, whose kernel was changed since it was measured"
-        )
     _by_blocks()
     return "pallas"
 
