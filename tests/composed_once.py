@@ -5,6 +5,7 @@ import pickle
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import DefaultsList, Overrides
+from omegaconf import OmegaConf
 
 _lists = {}
 _merged = {}
@@ -56,4 +57,7 @@ def _merged_once(self, defaults, repo):
         return _merge(self, defaults, repo)
     if _merged[id(defaults)] is None:
         _merged[id(defaults)] = pickle.dumps(_merge(self, defaults, repo))
-    return pickle.loads(_merged[id(defaults)])
+    copy = pickle.loads(_merged[id(defaults)])
+    # The time of a run is that of its own composition.
+    OmegaConf.clear_cache(copy)
+    return copy

@@ -287,7 +287,10 @@ class RunFolder:
                 raise NotSurvived(
                     f"the loss of step {step} is {loss!r} instead of {expected.get(step)!r}"
                 )
-        own, its = (_final_checksums(each) for each in (self, other))
+        own, its = (
+            dict(CheckpointReader(run.checkpoints).checksums(run.steps[-1]).arrays)
+            for run in (self, other)
+        )
         if different := sorted(name for name in its if own.get(name) != its[name]):
             raise NotSurvived(f"the losses are equal, but {different[0]} is not at the end")
 
@@ -304,8 +307,3 @@ class RunFolder:
         if missing := sorted(set(expected) - set(dict(self.losses()))):
             raise NotSurvived(f"step {missing[0]} was not done")
         return expected
-
-
-def _final_checksums(run: RunFolder) -> dict[str, Any]:
-    """Return the checksum of every array of the last checkpoint."""
-    return dict(CheckpointReader(run.checkpoints).checksums(run.steps[-1]).arrays)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.compiled.memory import memory_stats
 from meshwright.generation.token_decoder import SplitModel
 from meshwright.mesh.axes import BATCH_AXES, TENSOR, entry_names, resolve_alias
 from meshwright.program.dims.classes import LeafLabel, find_dim_classes
@@ -157,7 +158,7 @@ class RowPlacement:
 def device_memory(mesh: Mesh | None) -> float:
     """Return the bytes of a device's memory; infinity if it is not known."""
     devices = jax.local_devices() if mesh is None else mesh.local_devices
-    return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    return memory_stats(devices[0]).get("bytes_limit", math.inf)
 
 
 def _struct(array: Any, dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -59,7 +59,7 @@ def is_secret_name(name: str) -> bool:
 def mask_text(text: str) -> str:
     """Return a text without the logins in addresses, and the values that are named as secrets."""
     text = _LOGIN.sub(f"{HIDDEN}@", text)
-    text = _PARAMETER.sub(_hide_parameter, text)
+    text = _PARAMETER.sub(lambda m: f"{m[1]}={HIDDEN}" if _BROAD.search(m[1]) else m[0], text)
     text = _ASSIGNMENT.sub(_hide_assignment, text)
     return _BEARER.sub(rf"\g<1>{HIDDEN}", text)
 
@@ -108,10 +108,6 @@ def hidden_names(values: Mapping[str, Any], prefix: str = "") -> list[str]:
         elif HIDDEN in (str(value) if isinstance(value, list | str) else ""):
             names.append(f"{prefix}{name}")
     return names
-
-
-def _hide_parameter(match: re.Match[str]) -> str:
-    return f"{match[1]}={HIDDEN}" if _BROAD.search(match[1]) else match[0]
 
 
 def _hide_assignment(match: re.Match[str]) -> str:

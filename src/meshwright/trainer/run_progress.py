@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from meshwright.compiled.memory import memory_stats
+
 Metrics = dict[str, float]
 
 
@@ -138,6 +140,6 @@ def peak_memory(devices: list[Any]) -> int | None:
     peaks = [
         stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0))
         for device in devices
-        if device.process_index == jax.process_index() and (stats := device.memory_stats())
+        if device.process_index == jax.process_index() and (stats := memory_stats(device))
     ]
     return max(peaks) if peaks else None

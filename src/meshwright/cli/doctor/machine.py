@@ -132,7 +132,10 @@ def accelerators(root: Path = Path("/")) -> list[str]:
 
 def device(jax_device: Any) -> dict[str, Any]:
     """Return the id, kind, process and, if reported, the memory of a JAX device."""
-    stats = _memory_stats(jax_device)
+    # A machine is also examined where JAX cannot be imported.
+    from meshwright.compiled.memory import memory_stats
+
+    stats = memory_stats(jax_device)
     return {
         "id": jax_device.id,
         "kind": jax_device.device_kind,
@@ -140,14 +143,6 @@ def device(jax_device: Any) -> dict[str, Any]:
         "memory_total_bytes": stats.get("bytes_limit"),
         "memory_used_bytes": stats.get("bytes_in_use"),
     }
-
-
-def _memory_stats(jax_device: Any) -> dict[str, int]:
-    try:
-        return jax_device.memory_stats() or {}
-    except Exception:
-        # Backends raise different errors for remote devices or missing statistics.
-        return {}
 
 
 def _version(package: str) -> str | None:

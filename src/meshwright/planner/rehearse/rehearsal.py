@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.compiled.compile_program import CompiledProgram, compile_program, quick_options
-from meshwright.compiled.memory import MemoryUse
+from meshwright.compiled.memory import MemoryUse, memory_stats
 from meshwright.hardware import Hardware
 from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.plan import Plan
@@ -113,8 +113,8 @@ def _measure(assembled: Assembled, program: CompiledProgram) -> Measured:
         state, metrics = program.compiled(state, batch)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - started)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return Measured(statistics.median(seconds[2:]), stats.get("peak_bytes_in_use"))
+    peak = memory_stats(jax.local_devices()[0]).get("peak_bytes_in_use")
+    return Measured(statistics.median(seconds[2:]), peak)
 
 
 def _zeros(leaf: Any) -> Any:

@@ -32,7 +32,7 @@ def path_text(path: Iterable[Any]) -> str:
 
 def key_of(part: str) -> str:
     """Return the key that a part of a path stands for: ``a.b`` for ``a%2Eb``."""
-    return _ESCAPED.sub(lambda match: _unescape(match[0]), part)
+    return _ESCAPED.sub(lambda match: bytes.fromhex(match[0].replace("%", "")).decode(), part)
 
 
 def nest(values: Mapping[str, Any], *, escaped: bool = False) -> dict[Any, Any]:
@@ -65,10 +65,6 @@ def _with_keys(tree: dict[str, Any], *, escaped: bool) -> dict[Any, Any]:
 
 def _escape(match: re.Match[str]) -> str:
     return "".join(f"%{byte:02X}" for byte in match[0].encode())
-
-
-def _unescape(text: str) -> str:
-    return bytes.fromhex(text.replace("%", "")).decode()
 
 
 def matches(pattern: str, path: str) -> bool:

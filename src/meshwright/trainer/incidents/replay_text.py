@@ -61,7 +61,11 @@ class Replay:
         return "\n".join(
             [
                 f"step {self.step}, batch {self.batch}, on {self.where}",
-                *_batch_lines(self),
+                *(
+                    f"the batch is not finite itself: `{each.name}` has "
+                    f"{_counts(each.nans, each.infs)} in {_samples(each.samples, self)}"
+                    for each in self.bad_arrays
+                ),
                 *(f"out of range: {each}" for each in self.indices),
                 _verdict(self),
                 *_origin_lines(self),
@@ -91,14 +95,6 @@ class Replay:
                 "numbered": self.numbered,
             }
         )
-
-
-def _batch_lines(replay: Replay) -> list[str]:
-    return [
-        f"the batch is not finite itself: `{each.name}` has {_counts(each.nans, each.infs)} in "
-        f"{_samples(each.samples, replay)}"
-        for each in replay.bad_arrays
-    ]
 
 
 def _verdict(replay: Replay) -> str:
