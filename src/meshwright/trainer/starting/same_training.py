@@ -97,7 +97,8 @@ def training_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     ]
     more = f"{len(settings) - SHOWN} more settings of the optimizer differ"
     changes += settings[:SHOWN] + [more] * (len(settings) > SHOWN)
-    was, now_is = before["rollouts"], now["rollouts"]
+    now_is = now["rollouts"]
+    was = before.get("rollouts", now_is)
     changes += [
         f"{name} was {was.get(name)} and is {now_is.get(name)}"
         for name in dict.fromkeys([*was, *now_is])
