@@ -107,7 +107,9 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
 
     seconds = decimal(arguments, "--reward-seconds")
     if seconds is not None and not seconds > 0:
-        raise UserError(f"--reward-seconds {seconds:g} is not positive", fix="write --reward-seconds 10")
+        raise UserError(
+            f"--reward-seconds {seconds:g} is not positive", fix="write --reward-seconds 10"
+        )
     rewards = read_rewards(arguments.flags["--rewards"].split(","), seconds=seconds or 10.0)
     source = prompt_source(path=file, field=arguments.flags.get("--field", PROMPT))
     columns = source.rows(np.arange(len(source)))
