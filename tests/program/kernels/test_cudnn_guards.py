@@ -9,6 +9,7 @@ from program.kernels.kernel_runs import assembled
 
 from meshwright.program.kernels import fused_attention
 from meshwright.program.kernels.find_kernels import KernelSearch, find_kernels
+from meshwright.program.kernels.masks import Allowed
 from meshwright.sharding.decide import dim_classes
 
 HEADS, WIDTH = 2, 8
@@ -47,6 +48,8 @@ def cudnn(monkeypatch):
         assert implementation == "cudnn"
         if query.shape[1] % 2:
             raise NotImplementedError(f"Unsupported sequence length Q {query.shape[1]}.\nMore.")
+        if query.shape[3] == 24:
+            raise NotImplementedError("Unsupported head dim 24.\nMore.")
         return jax.nn.softmax(query, axis=-1) * key * value
 
     monkeypatch.setattr(fused_attention, "dot_product_attention", attend)
@@ -62,7 +65,7 @@ def test_what_cudnn_takes_is_replaced(cudnn):
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"length": 197}, "cuDNN has no kernel for it: Unsupported sequence length Q 197."),
+        ({"channels": 24}, "cuDNN has no kernel for it: Unsupported head dim 24."),
         ({"channels": 12}, "a multiple of 8, not 12"),
         ({"precision": "no"}, "it needs bf16 or fp16, not float32"),
     ],
@@ -72,7 +75,51 @@ def test_what_it_does_not_take_stays_as_written(cudnn, sizes, reason):
     assert (use.kernel, reason in use.reason) == ("", True), use.reason
 
 
-def test_plans_for_absent_gpus_count_on_even_lengths_only():
-    assert use_on_gpu(planned=True).kernel == "cudnn"
-    odd = use_on_gpu(length=197, planned=True)
-    assert (odd.kernel, odd.reason) == ("", "it needs rows of even length, not 197")
+@pytest.mark.parametrize("planned", [False, True])
+def test_rows_of_odd_length_are_filled_up(cudnn, planned):
+    assert use_on_gpu(length=197, planned=planned).kernel == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "queries", "keys", "mask"),
+    [
+        (Allowed(), 5, 5, False),
+        (Allowed(), 4, 7, False),
+        (Allowed(), 7, 4, True),
+        (Allowed(least=0), 5, 5, True),
+        (Allowed(least=0), 7, 5, False),
+        (Allowed(least=0, window=3), 7, 7, False),
+    ],
+)
+def test_filled_rows_change_nothing(monkeypatch, allowed, queries, keys, mask):
+    """Results and gradients of attention in JAX's own operations, in float64."""
+    lengths = []
+
+    def by_xla(query, key, value, *, implementation, **options):
+        lengths.extend((query.shape[1], key.shape[1]))
+        return jax.nn.dot_product_attention(query, key, value, **options)
+
+    monkeypatch.setattr(fused_attention, "dot_product_attention", by_xla)
+    with jax.enable_x64(True):
+        random = np.random.default_rng(0)
+        shapes = [(2, queries, 4, 8), (2, keys, 2, 8), (2, keys, 2, 8), (2, queries, 4, 8)]
+        query, key, value, cotangent = (random.normal(size=shape) for shape in shapes)
+        seen = np.array(fused_attention.band(allowed, (queries, keys)))
+        if mask:
+            seen = seen & (random.random((2, 1, queries, keys)) < 0.7)
+            seen[..., 0] = True
+        seen = np.broadcast_to(seen, (2, 1, queries, keys))
+        attend = fused_attention.cudnn_attention(allowed, 0.3)
+        own = lambda *qkv: attend(*qkv, jnp.array(seen) if mask else None)  # noqa: E731
+        plain = lambda *qkv: jax.nn.dot_product_attention(*qkv, mask=seen, scale=0.3)  # noqa: E731
+
+        @jax.jit
+        def both(*qkv):
+            out = [
+                (out, *pull(cotangent)) for out, pull in (jax.vjp(f, *qkv) for f in (own, plain))
+            ]
+            return list(zip(*out, strict=True))
+
+        for found, expected in both(query, key, value):
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    assert not any(length % 2 for length in lengths)

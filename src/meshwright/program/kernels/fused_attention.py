@@ -174,18 +174,31 @@ def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
     window = None if allowed.window is None else (allowed.window - 1, 0)
 
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return dot_product_attention(
+        length, keys = query.shape[1], key.shape[1]
+        # Rows of odd length have no kernel, so they are filled up behind, where a causal query
+        # does not look.
+        query, key, value = (_even(x, 1) for x in (query, key, value))
+        hides = mask is not None or (allowed.causal and length <= keys)
+        filled = keys % 2 == 1 and not hides
+        out = dot_product_attention(
             query,
             key,
             value,
-            mask=mask,
+            mask=None if mask is None else _even(_even(mask, 2), 3),
+            key_value_seq_lengths=jnp.full(len(key), keys, jnp.int32) if filled else None,
             scale=scale,
             is_causal=allowed.causal and mask is None,
             local_window_size=window if mask is None else None,
             implementation="cudnn",
         )
+        return out[:, :length]
 
     return attend
+
+
+def _even(array: Any, dim: int) -> Any:
+    """Return an array with an even number of entries along a dim."""
+    return _padded(array, (dim,), 1) if array.shape[dim] % 2 else array
 
 
 PLANNED = "planned_attention"
@@ -243,11 +256,6 @@ def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = F
         )
     length = query.shape[operands.query_dims[operands.num_batch]]
     keys = aval_of(operands.key).shape[operands.key_dims[-2]]
-    if operands.leaves and (length % 2 or keys % 2):
-        raise NotReplaced(f"packed documents need rows of even length, not {length}")
-    if planned and (length % 2 or keys % 2):
-        # JAX 0.11 and 0.12 refuse them.
-        raise NotReplaced(f"it needs rows of even length, not {length}")
     form = operands.allowed, operands.scale, bool(operands.leaves)
     if not planned and (refusal := _refusal(length, keys, channels, query.dtype, *form)):
         raise NotReplaced(f"cuDNN has no kernel for it: {refusal}")
