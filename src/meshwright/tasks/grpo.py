@@ -24,7 +24,8 @@ class GRPO(GrpoConfig, GenerationConfig):
 
     A batch holds completions, those of one prompt next to each other:
 
-    - ``tokens`` [B, L]: prompt, completion and padding;
+    - ``tokens`` [B, L]: prompt, completion and padding, of at least one token if the model's
+      context allows it: without the last token, rows are as long as the settings say;
     - ``completion_mask`` [B, L-1]: which targets, one token ahead of the inputs, are completions;
     - ``sampler_log_probs`` [B, L-1]: their log-probabilities in the model that sampled them;
     - ``advantages`` [B], and ``counted`` [B]: whether a completion is part of the loss;
@@ -52,7 +53,7 @@ class GRPO(GrpoConfig, GenerationConfig):
 
     @model_validator(mode="after")
     def _fits_the_model(self) -> Self:
-        if self.context_length is not None and self.length > self.context_length + 1:
+        if self.context_length is not None and self.most_tokens > self.context_length + 1:
             raise UserError(
                 f"prompts of {self.max_prompt_length:,} and completions of "
                 f"{self.max_generation_steps:,} tokens do not fit the model",
@@ -62,9 +63,15 @@ class GRPO(GrpoConfig, GenerationConfig):
         return self
 
     @property
-    def length(self) -> int:
-        """The tokens of a row: L."""
+    def most_tokens(self) -> int:
+        """The most tokens of a prompt and its completion together."""
         return self.max_prompt_length + self.max_generation_steps
+
+    @property
+    def length(self) -> int:
+        """The tokens of a row: L. The model reads all but the last one."""
+        length = self.most_tokens + 1
+        return length if self.context_length is None else min(length, self.context_length + 1)
 
     @property
     def needs_reference(self) -> bool:

@@ -159,7 +159,7 @@ class Rollouts:
             max_new_tokens=task.max_generation_steps,
             seed=self.seed,
             batch_size=task.generation_batch_size or len(prompts_of(columns)) * samples,
-            context_length=task.length,
+            context_length=task.most_tokens,
             dtype=HALF.get(assembled.plan.precision),
             **drawn,
         )

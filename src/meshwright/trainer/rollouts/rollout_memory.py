@@ -19,7 +19,7 @@ def rollout_needs(task: Any, model: ModelSource, precision: str) -> RolloutNeeds
     if not isinstance(task, GRPO):
         return None
     logits, cache = cache_shapes(
-        abstract_model(model), task.max_prompt_length, task.length, HALF.get(precision)
+        abstract_model(model), task.max_prompt_length, task.most_tokens, HALF.get(precision)
     )
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
     # Drawing keeps the logits in float32, with their order and the random numbers beside them.
