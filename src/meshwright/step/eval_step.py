@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.execute.forward_only import PipelinedForward
 from meshwright.pipeline.place import stage_context
+from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.trace.layout import Layout
 from meshwright.program.trace.model_leaves import ModelLeaves
@@ -22,7 +23,7 @@ from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_function
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled, set_eval_mode
-from meshwright.step.compiler_options import evaluation_options
+from meshwright.step.compiler_options import evaluation_options, product_options
 from meshwright.step.place_batch import split_strided
 from meshwright.step.step_program import (
     StepProgram,
@@ -58,7 +59,10 @@ def compile_evaluation(
     if assembled.plan.size("pipe") > 1:
         try:
             program = _program(assembled, loss, batch, count)
-            lowered = _lower(assembled, _staged(assembled, program, count), batch, program)
+            staged = _staged(assembled, program, count)
+            lowered = _lower(
+                assembled, staged, batch, evaluation_options(program.traced.closed.jaxpr)
+            )
             compiled = compile_program(lowered, partitioned=False)
             check_exchanges(compiled.optimized, assembled.mesh)
         except UserError as error:
@@ -74,7 +78,8 @@ def compile_evaluation(
 def lower_evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any]) -> Any:
     """Lower the evaluation of batches like this one, without pipeline stages."""
     program = _program(assembled, loss, batch, 1, staged=False)
-    return _lower(assembled, _unstaged(assembled, program), batch, program)
+    options = evaluation_options(program.traced.closed.jaxpr)
+    return _lower(assembled, _unstaged(assembled, program), batch, options)
 
 
 @activity("compiling the prediction")
@@ -98,13 +103,14 @@ def compile_prediction(
 
     plan = assembled.plan
     traced = trace_function(results, _leaves(assembled), batch, COMPUTE_DTYPES[plan.precision])
-    forward, place = _on_mesh(assembled, unstaged_program(traced, plan))
+    forward, place, kernels = _on_mesh(assembled, unstaged_program(traced, plan))
 
     def run(leaves: Sequence[Any], samples: Sequence[Any]) -> Any:
         outputs = forward.outputs(*place(leaves, samples))
         return jax.tree.unflatten(trees[0], outputs[: forward.traced.num_results])
 
-    return _lower(assembled, run, leaves).compile()
+    options = product_options(forward.traced.closed.jaxpr, kernels)
+    return _lower(assembled, run, leaves, options).compile()
 
 
 def _check_rows(arrays: Sequence[Any], samples: int) -> None:
@@ -122,15 +128,13 @@ def _lower(
     assembled: Assembled,
     run: Callable[..., Any],
     batch: Sequence[Any],
-    evaluated: StepProgram | None = None,
+    options: dict[str, Any],
 ) -> Any:
     replicated = NamedSharding(assembled.mesh, PartitionSpec())
     leaves = assembled.step.leaf_values(assembled.step.abstract_state())
     is_gpu = assembled.mesh.devices.flat[0].platform == "gpu"
-    options: dict[str, Any] = {}
-    if evaluated is not None and is_gpu:
-        options = known_options(evaluation_options(evaluated.traced.closed.jaxpr))
-    jitted = jax.jit(run, out_shardings=replicated, compiler_options=options or None)
+    known = known_options(options) if is_gpu else {}
+    jitted = jax.jit(run, out_shardings=replicated, compiler_options=known or None)
     return jitted.lower(leaves, list(batch))
 
 
@@ -150,8 +154,8 @@ def _leaves(assembled: Assembled) -> ModelLeaves:
 _Place = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
 
 
-def _on_mesh(assembled: Assembled, program: StepProgram) -> tuple[Forward, _Place]:
-    """Return a program on the mesh, and how leaves and batches are laid out for it."""
+def _on_mesh(assembled: Assembled, program: StepProgram) -> tuple[Forward, _Place, Kernels]:
+    """Return a program on the mesh, how leaves and batches are laid out for it, and its kernels."""
     plan, traced = assembled.plan, program.traced
     decision = decide_program(program, plan, assembled.mesh)
     forward = planned_forward(traced, decision, plan, assembled.mesh)
@@ -162,11 +166,11 @@ def _on_mesh(assembled: Assembled, program: StepProgram) -> tuple[Forward, _Plac
         divided = [jax.lax.with_sharding_constraint(leaf, sharding) for leaf in batch]
         return _translated(assembled.traced.layout, traced.layout, leaves), divided
 
-    return forward, place
+    return forward, place, decision.kernels
 
 
 def _unstaged(assembled: Assembled, program: StepProgram) -> Evaluate:
-    forward, place = _on_mesh(assembled, program)
+    forward, place, _ = _on_mesh(assembled, program)
 
     def run(leaves: Sequence[Any], batch: Sequence[Any]) -> dict[str, Weighted]:
         value = forward(*place(leaves, batch))
