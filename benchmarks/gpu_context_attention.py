@@ -3,8 +3,13 @@
 Positions are not exchanged: the keys of all devices are here, as they are once they are gathered.
 The numbers are compared with those of a whole row, on a shorter one.
 
+With --steps, the step of one of eight devices is rehearsed instead, for two blocks of Llama 3 8B
+and 131,072 tokens, and beside it the step of one device with the whole row: what it takes of its
+share of the time, and its memory beside what is planned. What is sent takes no time here.
+
     python benchmarks/gpu_context_attention.py
-    python benchmarks/gpu_context_attention.py --tiny    # on CPUs, to try it out
+    python benchmarks/gpu_context_attention.py --steps
+    python benchmarks/gpu_context_attention.py --tiny [--steps]    # on CPUs, to try it out
 """
 
 from __future__ import annotations
@@ -34,24 +39,53 @@ SCALE = CHANNELS**-0.5
 
 
 def main() -> None:
-    from record import write_record
+    from record import read_record, write_record
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
-    tiny = parser.parse_args().tiny
+    parser.add_argument("--steps", action="store_true")
+    options = parser.parse_args()
+    tiny: bool = options.tiny
+    earlier = read_record("gpu_context_attention")
+    figures = measure_steps(tiny) if options.steps else measure_attention(tiny)
+    print(figures)
+    if not tiny:
+        kept = ("heads", "context", "targets", "rows", "difference", "steps")
+        old = {key: earlier[key] for key in kept if key in earlier}
+        write_record("gpu_context_attention", old | figures)
+
+
+def measure_attention(tiny: bool) -> dict[str, Any]:
+    """Return the figures of attention alone."""
     length, short = (512, 256) if tiny else (131072, 8192)
     forms = (xla_attention, xla_part) if tiny else (cudnn_attention, cudnn_part)
     rows = [measure(length, window, *forms) for window in (None, length // 32)]
-    figures = {
+    return {
         "heads": {"queries": HEADS, "keys": KV_HEADS, "channels": CHANNELS},
         "context": CONTEXT,
         "targets": {"over_share": 1.15},
         "rows": rows,
         "difference": [compare(short, window, *forms) for window in (None, short // 8)],
     }
-    print(figures)
+
+
+def measure_steps(tiny: bool) -> dict[str, Any]:
+    """Return the figures of whole steps: of one device of the axis, and of a device by itself."""
+    from gpu_memory import rehearse
+
+    words = ("model=llama3_tiny", "data.sequence_length=512", "model.context_length=512")
     if not tiny:
-        write_record("gpu_context_attention", figures)
+        words = ("model=llama3_8b", "model.num_blocks=2", "data.sequence_length=131072")
+    words = (*words, "training.micro_batch_size=1", "sharding.remat=full")
+    on = "cpu" if tiny else "gpu"
+    part = rehearse((*words, f"mesh.context={CONTEXT}"), on)
+    print(part, flush=True)
+    whole = rehearse(words, on)
+    steps = {"part": part, "whole": whole}
+    if "compute_seconds" in part:
+        share = whole["compute_seconds"] / CONTEXT
+        steps["over_share"] = round(part["compute_seconds"] / share, 3)
+    return {"steps": steps}
 
 
 def measure(
