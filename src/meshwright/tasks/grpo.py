@@ -78,6 +78,11 @@ class GRPO(GrpoConfig, GenerationConfig):
         """Whether log-probabilities of a reference are needed."""
         return self.beta > 0
 
+    @property
+    def rewards_read_reference(self) -> bool:
+        """Whether advantages depend on the log-probabilities of the reference."""
+        return self.needs_reference and self.kl == "reward"
+
     def loss(self, model: Callable[..., Array], batch: Batch) -> tuple[Weighted, Metrics]:
         """Return the loss, and what happened as metrics."""
         new = token_log_probs(model, batch)

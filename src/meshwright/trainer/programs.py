@@ -188,11 +188,13 @@ class Programs:
             self._ahead[key] = thread.submit(lowered.compile)
             thread.shutdown(wait=False)
 
-    def prediction(self, function: Callable[[Any, Any], Any], batch: Any) -> Predict:
+    def prediction(
+        self, function: Callable[[Any, Any], Any], batch: Any, *, adapted: bool = True
+    ) -> Predict:
         """Return the prediction for batches like this one; see `compile_prediction`."""
         return self._once(
-            ("prediction", function, *_shapes(batch)),
-            lambda: compile_prediction(self.assembled, function, batch),
+            ("prediction", function, adapted, *_shapes(batch)),
+            lambda: compile_prediction(self.assembled, function, batch, adapted=adapted),
         )
 
     def _once(self, key: Any, compile_it: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -89,20 +90,26 @@ class Adapter:
 
     def merged(self, weight: Any, a: Any, b: Any) -> Any:
         """Return the weight with its adapter, in float32 or the weight's wider format."""
-        dims_a, dims_b = self._dims()
-        batch = [d for d in dims_a if d in dims_b]
-        batch_a, batch_b = ([dims.index(d) for d in batch] for dims in (dims_a, dims_b))
-        numbers = (([len(dims_a)], [len(dims_b)]), (batch_a, batch_b))
-        product = jax.lax.dot_general(a, b, numbers, precision="highest")
-        order = [*batch, *(d for d in (*dims_a, *dims_b) if d not in batch)]
-        product = jnp.transpose(product, [order.index(d) for d in range(len(order))])
-        return weight.astype(product.dtype) + self.scale * product
+        return _merged(weight, a, b, *map(tuple, self._dims()), self.scale)
 
     def _dims(self) -> tuple[list[int], list[int]]:
         kinds = [self.kind({d}) for d in range(len(self.shape))]
         a = [d for d, kind in enumerate(kinds) if kind in ("input", "batch")]
         b = [d for d, kind in enumerate(kinds) if kind in ("output", "batch")]
         return a, b
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5))
+def _merged(
+    weight: Any, a: Any, b: Any, dims_a: tuple[int, ...], dims_b: tuple[int, ...], scale: float
+) -> Any:
+    batch = [d for d in dims_a if d in dims_b]
+    batch_a, batch_b = ([dims.index(d) for d in batch] for dims in (dims_a, dims_b))
+    numbers = (([len(dims_a)], [len(dims_b)]), (batch_a, batch_b))
+    product = jax.lax.dot_general(a, b, numbers, precision="highest")
+    order = [*batch, *(d for d in (*dims_a, *dims_b) if d not in batch)]
+    product = jnp.transpose(product, [order.index(d) for d in range(len(order))])
+    return weight.astype(product.dtype) + scale * product
 
 
 def merge_adapters(

@@ -188,15 +188,23 @@ def prediction_inputs(
 
 
 def predict(
-    programs: Programs, state: TrainState, data: Data, function: Callable[[Any, Any], Any]
+    programs: Programs,
+    state: TrainState,
+    data: Data,
+    function: Callable[[Any, Any], Any],
+    *,
+    adapted: bool = True,
 ) -> Any:
-    """Return ``function(model, batch)``, NumPy arrays of all samples, in the order of the data."""
+    """Return ``function(model, batch)``, NumPy arrays of all samples, in the order of the data.
+
+    Unless ``adapted``, the model has no adapters.
+    """
     parts: list[Any] = []
     in_flight: deque[Any] = deque()
     with MemoryAdvice(programs.assembled).during(lambda: "predicting", trains=False):
         leaves = programs.assembled.step.leaf_values(state)
         for batch in EverySample(programs.assembled, data, in_order=True):
-            run = programs.prediction(function, batch.arrays)
+            run = programs.prediction(function, batch.arrays, adapted=adapted)
             in_flight.append(run(leaves, jax.tree.leaves(batch.arrays)))
             if len(in_flight) > MAX_IN_FLIGHT:
                 parts.append(jax.device_get(in_flight.popleft()))

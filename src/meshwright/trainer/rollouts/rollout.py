@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,7 +61,7 @@ class Rollouts:
     hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
     log_every: int = 1
     tracker: Tracker = field(default_factory=Tracker)
-    _reference: Any = None
+    _reference: list[Any] = field(default_factory=list[Any])
 
     def __post_init__(self) -> None:
         task: GRPO = self.data.task
@@ -112,18 +112,25 @@ class Rollouts:
                 report("rewards")
                 values = self._values(number, columns, rows)
             batch = self._batch(rows)
-            with _timed(seconds, "log_prob_seconds"):
-                if self.task.needs_reference:
-                    report("log-probabilities of the reference")
-                    batch["reference_log_probs"] = self._reference_log_probs(batch)
-            self._learn_from(batch, values)
+
+            def finish() -> None:
+                self._learn_from(batch, values)
+                self._write(number, columns, rows, batch, values)
+
+            with ThreadPoolExecutor(1, "completions") as thread:
+                # While devices compute, unless rewards depend on what they compute.
+                written = None if self.task.rewards_read_reference else thread.submit(finish)
+                with _timed(seconds, "log_prob_seconds"):
+                    if self.task.needs_reference:
+                        report("log-probabilities of the reference")
+                        batch["reference_log_probs"] = self._reference_log_probs(batch)
+                finish() if written is None else written.result()
         if number == 0 and not batch["varied"].any():
             text = (
                 "the completions of each prompt have the same reward, so this step learns nothing: "
                 "start from a model that is right now and then, or reward parts of an answer"
             )
             self.tracker.event("warning", 0, text, {})
-        self._write(number, columns, rows, batch, values)
         if self.task.num_iterations > 1:
             self.files.keep(number, batch)
         tokens = sum(len(row.tokens) for row in rows)
@@ -211,7 +218,7 @@ class Rollouts:
         known = np.isfinite(total)
         groups = total.reshape(-1, task.num_generations)
         _, varied = group_advantages(groups)
-        if task.needs_reference and task.kl == "reward":
+        if task.rewards_read_reference:
             apart = batch["sampler_log_probs"] - batch["reference_log_probs"]
             apart = (apart * batch["completion_mask"]).sum(axis=1, dtype=np.float64)
             groups = (total - task.beta * apart).reshape(groups.shape)
@@ -229,21 +236,16 @@ class Rollouts:
             batch["counted"] *= 1 - batch["truncated"]
 
     def _reference_log_probs(self, batch: HostBatch) -> NDArray[np.float32]:
-        state = self.current()
-        if self._reference is None:
-            self._reference = self._reference_params(state)
-        # Nothing else changes in training, so that weights that are not trained have no copy.
-        state = replace(state, params=self._reference, optimizer=[])
+        state, leaves = self.current(), self.programs.assembled.model_leaves.leaves
+        # If only adapters are trained, the reference is the model without them.
+        own = all(leaf.path.startswith(PREFIX) for leaf in leaves if leaf.role == "param")
+        if not own:
+            # Nothing else changes in training, so that weights that are not trained have no copy.
+            self._reference = self._reference or self.initial().params
+            state = replace(state, params=self._reference, optimizer=[])
         tokens = as_data({"tokens": batch["tokens"]})
-        found = predict(self.programs, state, tokens, token_log_probs)
+        found = predict(self.programs, state, tokens, token_log_probs, adapted=not own)
         return np.where(batch["completion_mask"] > 0, found, 0).astype(np.float32)
-
-    def _reference_params(self, state: TrainState) -> list[Any]:
-        """Return what the reference has in place of trained leaves: adapters are switched off."""
-        leaves = self.programs.assembled.model_leaves.leaves
-        if all(leaf.path.startswith(PREFIX) for leaf in leaves if leaf.role == "param"):
-            return [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in state.params]
-        return self.initial().params
 
     def _write(
         self, number: int, columns: Any, rows: list[Row], batch: HostBatch, values: Any
