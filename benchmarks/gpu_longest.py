@@ -204,7 +204,8 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
             say(length=length, **(tried[length] or {"refused": "out of memory"}))
         return tried[length] is not None
 
-    fits(first), fits(2 * first)
+    for length in (first, 2 * first):
+        fits(length)
     peaks = {length: row["peak_bytes"] for length, row in tried.items() if row}
     found = longest(peaks, capacity, step) if device == "cuda" else 4 * first
     while not fits(found):
