@@ -18,9 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ import numpy as np
 STEP = 8192
 """Lengths are multiples of it."""
 FIRST = {"meshwright": 131072, "transformers": 32768}
-TINY_STEP, TINY_FIRST, TINY_CAPACITY = 128, 256, {"meshwright": 120 * 2**20, "transformers": 1024}
+TINY_STEP, TINY_FIRST, TINY_CAPACITY = 128, 256, {"meshwright": 160 * 2**20, "transformers": 1024}
 """With --tiny; what the peer has is a length, because CPUs do not tell what it holds."""
 
 
@@ -71,6 +73,13 @@ def say(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
+def tokens_file(length: int) -> Path:
+    """Return a file with the tokens of one row."""
+    path = Path(tempfile.gettempdir()) / f"gpu_longest_{length}.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 256, length + 1).astype(np.uint16))
+    return path
+
+
 def ours(options: argparse.Namespace) -> dict[str, Any]:
     """Return our longest row, and how steps took."""
     import jax
@@ -86,14 +95,26 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
     programs[2 * first] = Program(2 * first, options.tiny)
     sizes = {length: program.bytes for length, program in programs.items()}
     found = longest(sizes, capacity, step)
-    while (program := Program(found, options.tiny)).bytes > capacity:
+    del state
+    while True:
+        program = Program(found, options.tiny)
         sizes[found] = program.bytes
-        found = min(longest(sizes, capacity, step), found - step)
-    begun = program.begin(state, wait=options.to_the_end or options.tiny)
+        if program.bytes > capacity:
+            found = min(longest(sizes, capacity, step), found - step)
+            continue
+        try:
+            begun = program.begin(wait=options.to_the_end or options.tiny)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            # The memory that is free is not in one piece.
+            say(length=found, refused=str(error)[:200])
+            found -= 4 * step
     return {
         "longest": found,
         "capacity_bytes": capacity,
-        "compiled_bytes": {**sizes, found: program.bytes},
+        "compiled_bytes": sizes,
         "predicted_bytes": program.predicted(),
         "ran": {"length": first, "step_seconds": ran[-1], "peak_bytes": peak},
         **begun,
@@ -112,16 +133,17 @@ class Program:
 
         words = [
             f"model={'llama3_tiny' if tiny else 'llama3_1b'}", f"model.context_length={length}",
-            f"data.sequence_length={length}", "data=synthetic", "training.global_batch_size=1",
-            "precision=bf16", "sharding.remat=full", "sharding.blocks=scan",
+            f"data.sequence_length={length}", "data=tokens", f"data.path={tokens_file(length)}",
+            "data.eval_fraction=0", "training.global_batch_size=1", "precision=bf16",
+            "sharding.remat=full", "sharding.blocks=scan",
         ]  # fmt: skip
         config = validate(compose_config(words))
         started = time.perf_counter()
         self.length, self._plan = length, make_plan(config, 1)
         self._recipe = make_recipe(config, 1)
         shapes = self._recipe.example_batch(1)
-        drawn = np.random.default_rng(0)
-        self._batch = {key: drawn.integers(0, 256, x.shape, x.dtype) for key, x in shapes.items()}
+        assert shapes["tokens"].shape == (1, length + 1), shapes
+        self._batch = {"tokens": np.load(tokens_file(length))[None].astype(np.int32)}
         self.assembled = self._recipe.assemble(self._plan, shapes)
         self._compiled = self.assembled.step.lower(batch_shapes(self.assembled)).compile()
         self.bytes = memory_of(self._compiled).total
@@ -147,22 +169,23 @@ class Program:
             seconds.append(time.perf_counter() - started)
         return state, seconds
 
-    def begin(self, state: Any, *, wait: bool) -> dict[str, Any]:
+    def begin(self, *, wait: bool) -> dict[str, Any]:
         """Begin a step, and return what the device holds then."""
         import jax
 
+        state = self.assembled.init(seed=0)
         if wait:
-            _, seconds = self.run(state, 1)
+            _, (seconds,) = self.run(state, 1)
         else:
-            waited = self._compiled(state, self.assembled.put_batch(self._batch))
+            seconds = None
+            begun = self._compiled(state, self.assembled.put_batch(self._batch))
             time.sleep(3)
             # A program that did not fit would be ready, with an error.
-            done = [leaf.is_ready() for leaf in jax.tree.leaves(waited)]
-            if all(done):
-                jax.block_until_ready(waited)
+            if all(leaf.is_ready() for leaf in jax.tree.leaves(begun)):
+                jax.block_until_ready(begun)
         stats = jax.local_devices()[0].memory_stats() or {}
         peak = {"begun_peak_bytes": stats.get("peak_bytes_in_use", 0)}
-        return peak | ({"longest_step_seconds": seconds[0]} if wait else {})
+        return peak | ({"longest_step_seconds": seconds} if wait else {})
 
 
 def peer(options: argparse.Namespace) -> dict[str, Any]:
@@ -181,7 +204,8 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
             say(length=length, **(tried[length] or {"refused": "out of memory"}))
         return tried[length] is not None
 
-    fits(first), fits(2 * first)
+    for length in (first, 2 * first):
+        fits(length)
     peaks = {length: row["peak_bytes"] for length, row in tried.items() if row}
     found = longest(peaks, capacity, step) if device == "cuda" else 4 * first
     while not fits(found):
