@@ -84,12 +84,12 @@ def lower_evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any]) -> 
 
 @activity("compiling the prediction")
 def compile_prediction(
-    assembled: Assembled, function: Callable[[Any, Any], Any], batch: Any, *, adapted: bool = True
+    assembled: Assembled, function: Callable[[Any, Any], Any], batch: Any
 ) -> Predict:
     """Compile ``function(model, batch)`` with the model in eval mode, as evaluation runs it.
 
     Every array the function returns must have the samples as its dim 0. On a mesh with pipeline
-    stages, every device gathers all blocks. Unless ``adapted``, the model has no adapters.
+    stages, every device gathers all blocks.
     """
     trees: list[Any] = []
     leaves = jax.tree.leaves(batch)
@@ -102,8 +102,7 @@ def compile_prediction(
         return arrays
 
     plan = assembled.plan
-    own = _leaves(assembled) if adapted else assembled.model_leaves.base
-    traced = trace_function(results, own, batch, COMPUTE_DTYPES[plan.precision])
+    traced = trace_function(results, _leaves(assembled), batch, COMPUTE_DTYPES[plan.precision])
     forward, place, kernels = _on_mesh(assembled, unstaged_program(traced, plan))
 
     def run(leaves: Sequence[Any], samples: Sequence[Any]) -> Any:

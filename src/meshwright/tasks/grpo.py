@@ -15,6 +15,7 @@ from pydantic import model_validator
 
 from meshwright.config.reward_sections import GenerationConfig, GrpoConfig
 from meshwright.errors import UserError
+from meshwright.program.trace.without_adapters import reference
 from meshwright.tasks.task import Batch, Metrics, cross_entropy, read_field, weigh
 from meshwright.weighted import Weighted
 
@@ -191,6 +192,11 @@ def token_log_probs(model: Any, batch: Batch) -> Array:
         model.eval()
     tokens = read_field(batch, "tokens")
     return -cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def reference_log_probs(model: Any, batch: Batch) -> Array:
+    """Return the log-probabilities of a model with its adapters switched off."""
+    return reference(token_log_probs, model, batch)
 
 
 def group_advantages(

@@ -188,13 +188,11 @@ class Programs:
             self._ahead[key] = thread.submit(lowered.compile)
             thread.shutdown(wait=False)
 
-    def prediction(
-        self, function: Callable[[Any, Any], Any], batch: Any, *, adapted: bool = True
-    ) -> Predict:
+    def prediction(self, function: Callable[[Any, Any], Any], batch: Any) -> Predict:
         """Return the prediction for batches like this one; see `compile_prediction`."""
         return self._once(
-            ("prediction", function, adapted, *_shapes(batch)),
-            lambda: compile_prediction(self.assembled, function, batch, adapted=adapted),
+            ("prediction", function, *_shapes(batch)),
+            lambda: compile_prediction(self.assembled, function, batch),
         )
 
     def _once(self, key: Any, compile_it: Callable[[], Any]) -> Any:

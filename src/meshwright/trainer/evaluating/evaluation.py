@@ -188,23 +188,15 @@ def prediction_inputs(
 
 
 def predict(
-    programs: Programs,
-    state: TrainState,
-    data: Data,
-    function: Callable[[Any, Any], Any],
-    *,
-    adapted: bool = True,
+    programs: Programs, state: TrainState, data: Data, function: Callable[[Any, Any], Any]
 ) -> Any:
-    """Return ``function(model, batch)``, NumPy arrays of all samples, in the order of the data.
-
-    Unless ``adapted``, the model has no adapters.
-    """
+    """Return ``function(model, batch)``, NumPy arrays of all samples, in the order of the data."""
     parts: list[Any] = []
     in_flight: deque[Any] = deque()
     with MemoryAdvice(programs.assembled).during(lambda: "predicting", trains=False):
         leaves = programs.assembled.step.leaf_values(state)
         for batch in EverySample(programs.assembled, data, in_order=True):
-            run = programs.prediction(function, batch.arrays, adapted=adapted)
+            run = programs.prediction(function, batch.arrays)
             in_flight.append(run(leaves, jax.tree.leaves(batch.arrays)))
             if len(in_flight) > MAX_IN_FLIGHT:
                 parts.append(jax.device_get(in_flight.popleft()))

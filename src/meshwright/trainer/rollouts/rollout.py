@@ -24,7 +24,12 @@ from meshwright.program.trace.adapters import PREFIX
 from meshwright.rewards.reward_set import RewardSet, read_rewards
 from meshwright.runtime.activity import activity
 from meshwright.step.state import TrainState
-from meshwright.tasks.grpo import GRPO, group_advantages, token_log_probs
+from meshwright.tasks.grpo import (
+    GRPO,
+    group_advantages,
+    reference_log_probs,
+    token_log_probs,
+)
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.evaluating.evaluation import EVAL_SAMPLES, predict
 from meshwright.trainer.programs import Programs
@@ -237,14 +242,12 @@ class Rollouts:
 
     def _reference_log_probs(self, batch: HostBatch) -> NDArray[np.float32]:
         state, leaves = self.current(), self.programs.assembled.model_leaves.leaves
-        # If only adapters are trained, the reference is the model without them.
-        own = all(leaf.path.startswith(PREFIX) for leaf in leaves if leaf.role == "param")
-        if not own:
+        log_probs = reference_log_probs
+        if not all(leaf.path.startswith(PREFIX) for leaf in leaves if leaf.role == "param"):
             # Nothing else changes in training, so that weights that are not trained have no copy.
             self._reference = self._reference or self.initial().params
-            state = replace(state, params=self._reference, optimizer=[])
-        tokens = as_data({"tokens": batch["tokens"]})
-        found = predict(self.programs, state, tokens, token_log_probs, adapted=not own)
+            state, log_probs = replace(state, params=self._reference, optimizer=[]), token_log_probs
+        found = predict(self.programs, state, as_data({"tokens": batch["tokens"]}), log_probs)
         return np.where(batch["completion_mask"] > 0, found, 0).astype(np.float32)
 
     def _write(
