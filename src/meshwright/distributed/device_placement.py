@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from meshwright.distributed.argument_forms import also_called
 from meshwright.distributed.leaves import Leaf, fit_sharding, place, place_parts, replicate
 from meshwright.distributed.prefetch import prefetch
 from meshwright.errors import UserError
 from meshwright.hardware import BatchSizeRecommendation, detect, load_chips, unknown_batch_sizes
 from meshwright.mesh.build import Device, arrange_mesh, check_mesh_axis
-from meshwright.runtime.other_names import also_called
 from meshwright.trees import Batch, PyTree
 
 

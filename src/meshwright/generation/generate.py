@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import check_count, clear_arguments, wrong_kind
 from meshwright.errors import UserError, argument
-from meshwright.generation.generated_rows import Generated
 from meshwright.generation.make_decoder import how_decoded
 from meshwright.generation.model_facts import (
     UNLIMITED,
@@ -34,6 +33,7 @@ from meshwright.generation.token_decoder import Source, SplitModel, split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,
+    Generated,
     Pace,
     Prompt,
     Row,

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.generation.positions import NotIncremental, Positions
-from meshwright.generation.prompt_attention import PromptAttention
 from meshwright.generation.rings import find_rings, positions_in
 from meshwright.generation.row_plan import WHOLE, Need, num_bytes, plan_rows, stored_order
 from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
-from meshwright.generation.traced_decoder import TracedDecoder
+from meshwright.generation.traced_decoder import PromptAttention, TracedDecoder
 from meshwright.program.dims.row_rules import Rows
 from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
