@@ -74,7 +74,7 @@ class MeasuredPoint:
 
 def scaling_report(request: Request, steps: int) -> tuple[dict[str, Any], RenderableType]:
     """Measure steps on 1, 2, 4 … devices; return the report as plain values, and for reading."""
-    points, unit, left_out = _measure_points(request, steps)
+    points, unit, left_out = _points_of(request, steps)
     config = request.config
     same = "global batch" if config.training.global_batch_size is not None else "batch per device"
     remarks = [f"{count}: not measured: {why}" for count, why in left_out.items()]
@@ -93,9 +93,7 @@ def scaling_report(request: Request, steps: int) -> tuple[dict[str, Any], Render
     return found, Group(title, _table(points, unit), legend, *notes)
 
 
-def _measure_points(
-    request: Request, steps: int
-) -> tuple[list[MeasuredPoint], str, dict[str, str]]:
+def _points_of(request: Request, steps: int) -> tuple[list[MeasuredPoint], str, dict[str, str]]:
     """Return the points, what they count, and why the other numbers of devices have none."""
     if process_count() > 1:
         raise UserError("--scaling measures the devices of one process", fix="leave launch out")

@@ -155,13 +155,11 @@ def context_needs(
 ) -> Iterator[Needed]:
     """Yield what attention and scans send over the context axis; `scale` as in `event_needs`."""
     steps, size = plan.batch.gradient_accumulation_steps, plan.size(CONTEXT)
-    sharding = plan.sharding
-    recomputes = sharding.remat != "none"
-    gathers_again = plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
+    recomputes = plan.sharding.remat != "none"
     for one in senders:
         for kind, nbytes, forward in one.sent:
             # The backward pass of a block recomputes what it did not save.
-            again = forward and (recomputes or (gathers_again and kind == "all-gather"))
+            again = forward and (recomputes or (plan.gathers_twice and kind == "all-gather"))
             times = one.times * steps * (2 if again else 1)
             yield Needed(CONTEXT, kind, nbytes * scale, times, size, one.module)
 
