@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.plan import Plan
-    from meshwright.program.trace.without_adapters import reference
+    from meshwright.program.trace.adapters import reference
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.tasks.dpo import DPO

@@ -12,7 +12,7 @@ import jax
 
 from meshwright import processes
 from meshwright.config.microbatches import solve_pipeline_batch
-from meshwright.config.schema import PipelineConfig, ShardingConfig
+from meshwright.config.schema import PipelineConfig, Precision, ShardingConfig
 from meshwright.data.batches import form_of
 from meshwright.errors import UserError
 from meshwright.hardware import Hardware
@@ -26,6 +26,8 @@ from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.plan_report import AUTO, PlanReport, choose_plan, make_report
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
+from meshwright.program.trace.build_model import ModelSource
+from meshwright.recipe import Recipe
 from meshwright.text.columns import as_text
 from meshwright.trainer.rollouts.rollout_memory import rollout_needs
 from meshwright.trainer.starting.fewer_processes import plan_for_remaining
@@ -114,14 +116,21 @@ def estimator_for(settings: TrainerSettings, batch: Batch) -> Estimator:
     """Return what estimates plans for a trainer's model."""
     planned = settings.mesh if isinstance(settings.mesh, Plan) else settings
     model = model_source(settings.model, settings.loss, lambda: batch)
+    return estimator_of(settings, model, batch, planned.precision)
+
+
+def estimator_of(
+    trained: TrainerSettings | Recipe, model: ModelSource, batch: Batch, precision: Precision
+) -> Estimator:
+    """Return what estimates plans for a model, with what a trainer or recipe says of training."""
     return Estimator(
         model,
-        settings.loss,
-        settings.whole_optimizer,
+        trained.loss,
+        trained.whole_optimizer,
         batch,
-        trainable=settings.trained,
-        precision=planned.precision,
-        rollout=rollout_needs(settings.task, model, planned.precision),
+        trainable=trained.trained,
+        precision=precision,
+        rollout=rollout_needs(trained.task, model, precision),
     )
 
 
