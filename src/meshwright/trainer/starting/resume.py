@@ -47,7 +47,6 @@ CHANGEABLE = (
 )  # fmt: skip
 """Keys in them that cost time only, which a resumed run may change."""
 
-
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of arrays by group and canonical path."""
 
@@ -197,8 +196,8 @@ def first_difference(have: Shapes, need: Shapes) -> tuple[str, str, str, str] | 
         own, other = have.get(group, {}), need.get(group, {})
         for path in dict.fromkeys([*other, *own]):
             if own.get(path) != other.get(path):
-                texts = (str(list(s[path])) if path in s else "missing" for s in (own, other))
-                return group, path, *texts
+                was, now = (str(list(s[path])) if path in s else "missing" for s in (own, other))
+                return group, path, was, now
     return None
 
 
