@@ -30,7 +30,7 @@ import numpy as np
 from record import verdict, write_record
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from meshwright.data.jsonl import JsonLines
+from meshwright.data.record_formats import JsonLines
 
 GIB, MIB = 2**30, 2**20
 MAX_BYTES = GIB
@@ -49,7 +49,7 @@ TRAIN = (
 WRITER = """
 import sys
 from meshwright.data import token_cache
-from meshwright.data.jsonl import JsonLines
+from meshwright.data.record_formats import JsonLines
 token_cache.NOTE_SECONDS = 0.1
 path, tokenizer, cache = sys.argv[1:]
 JsonLines(path=path, tokenizer=tokenizer, cache_dir=cache, sequence_length=128).source()

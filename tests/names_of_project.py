@@ -100,18 +100,18 @@ def sources() -> Sources:
 
 
 def _top_level(tree: ast.Module) -> set[str]:
-    """Return what a module defines; names of a lazy facade are the strings of its table."""
+    """Return what a module defines; a lazy facade imports its names for type checkers alone."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.ClassDef | Function):
             names.add(node.name)
+        elif isinstance(node, ast.If):
+            names |= _top_level(ast.Module(node.body, []))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
-            if "_NAMES" in names and isinstance(node.value, ast.Dict):
-                names |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
     return names
 
 

@@ -25,9 +25,7 @@ IMPORTS_BY_NAME = {
     "drill/worker.py",  # this package
     "rewards/reward_worker.py",  # the functions that a run is given as rewards
     "processes/__init__.py",  # a fixed name
-    "tracking/mlflow.py",
-    "tracking/tensorboard.py",
-    "tracking/wandb.py",
+    "tracking/services.py",
 }
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.plan import Plan
-    from meshwright.program.trace.without_adapters import reference
+    from meshwright.program.trace.adapters import reference
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.tasks.dpo import DPO
@@ -42,47 +42,6 @@ if TYPE_CHECKING:
     from meshwright.trainer.trained.load_model import load_model
     from meshwright.weighted import Weighted
     from meshwright.weights.hf_model import hf_model
-
-_NAMES = {
-    "ArraySource": "meshwright.data.arrays",
-    "Callback": "meshwright.trainer",
-    "ChatData": "meshwright.data.chat_source",
-    "CheckpointConfig": "meshwright.config.schema",
-    "Config": "meshwright.config.schema",
-    "DPO": "meshwright.tasks.dpo",
-    "EarlyStopping": "meshwright.trainer",
-    "GRPO": "meshwright.tasks.grpo",
-    "LoRA": "meshwright.config.schema",
-    "PipelineConfig": "meshwright.config.schema",
-    "Plan": "meshwright.plan",
-    "PreferenceData": "meshwright.data.preference",
-    "Samples": "meshwright.data.samples",
-    "ShardingConfig": "meshwright.config.schema",
-    "StopReason": "meshwright.trainer",
-    "TextData": "meshwright.data.text_source",
-    "TrackingConfig": "meshwright.config.schema",
-    "Trainer": "meshwright.trainer",
-    "UserError": "meshwright.errors",
-    "Weighted": "meshwright.weighted",
-    "abstract_mesh": "meshwright.mesh.build",
-    "build_mesh": "meshwright.mesh.build",
-    "export_hf": "meshwright.trainer.trained.export_hf",
-    "export_peft": "meshwright.trainer.trained.export_peft",
-    "export_safetensors": "meshwright.checkpoint",
-    "generate": "meshwright.generation.generate",
-    "hf_model": "meshwright.weights.hf_model",
-    "inspect_sharding": "meshwright.mesh.inspect",
-    "ledger": "meshwright.ledgers.make_ledger",
-    "mix": "meshwright.data.mixture",
-    "load_model": "meshwright.trainer.trained.load_model",
-    "read_params": "meshwright.checkpoint",
-    "reference": "meshwright.program.trace.without_adapters",
-    "replay": "meshwright.trainer.incidents.replay",
-    "shard_fsdp": "meshwright.sharding.shard",
-    "simulate_devices": "meshwright.mesh.simulate",
-    "verify": "meshwright.proof",
-    "visualize_mesh": "meshwright.mesh.inspect",
-}
 
 __all__ = [
     "DPO",
@@ -126,5 +85,4 @@ __all__ = [
     "visualize_mesh",
 ]
 
-
-__getattr__, __dir__ = lazy_names(__name__, _NAMES, modules=["pipeline"])
+__getattr__, __dir__ = lazy_names(__name__)

@@ -152,6 +152,12 @@ class Plan(Frozen):
         """Return the size of an axis; axes that are not in the mesh have size 1."""
         return self.mesh.get(axis, 1)
 
+    @property
+    def gathers_twice(self) -> bool:
+        """Whether the weights of a block are gathered for each of its passes."""
+        sharding = self.sharding
+        return self.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
+
     def __str__(self) -> str:
         return self.describe()
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizer_folders import BOS, DONE, FOLDERS, NAMES, make_folder
 from tokenizers import Tokenizer
 
-from meshwright.data.jsonl import JsonLines
+from meshwright.data.record_formats import JsonLines
 from meshwright.data.text_source import text_source
 from meshwright.data.token_cache import take_origins
 from meshwright.data.tokenizer import load_tokenizer

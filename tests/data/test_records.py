@@ -9,9 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from meshwright.data.array_record import ArrayRecords
-from meshwright.data.jsonl import JsonLines
-from meshwright.data.parquet import ParquetRows
+from meshwright.data.record_formats import ArrayRecords, JsonLines, ParquetRows
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 

@@ -17,7 +17,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.data import build_once
 from meshwright.data.build_once import BuildLock
-from meshwright.data.jsonl import JsonLines
+from meshwright.data.record_formats import JsonLines
 from meshwright.data.text_source import text_source
 from meshwright.runtime import activity
 

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from meshwright.data.cache_entry import PartialEntry
 from meshwright.data.documents import pieces
 from meshwright.data.files import map_array
-from meshwright.data.jsonl import JsonLines
-from meshwright.data.parquet import ParquetRows
+from meshwright.data.record_formats import JsonLines, ParquetRows
 from meshwright.data.text_source import text_source
 from meshwright.data.token_cache import take_origins
 from meshwright.data.token_rows import StreamRows
@@ -171,8 +170,8 @@ def test_a_writer_goes_on_where_another_has_stopped(corpus, tmp_path, monkeypatc
         return (ParquetRows if kind == "parquet" else JsonLines)(**settings).source()
 
     expected = read("whole")
-    monkeypatch.setattr("meshwright.data.jsonl.BLOCK_BYTES", 1000)
-    monkeypatch.setattr("meshwright.data.parquet.BATCH_BYTES", 1000)
+    monkeypatch.setattr("meshwright.data.record_formats.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("meshwright.data.record_formats.BATCH_BYTES", 1000)
     monkeypatch.setattr("meshwright.data.documents.BATCH_SIZE", 3000)
     monkeypatch.setattr("meshwright.data.token_cache.NOTE_SECONDS", 0)
     died, real = 0, PartialEntry.note
@@ -200,7 +199,7 @@ def test_a_writer_goes_on_where_another_has_stopped(corpus, tmp_path, monkeypatc
 
 def test_skipping_goes_on_after_the_record_that_stopped_the_run(tmp_path, monkeypatch):
     """Entries do not depend on the policy; one with skipped records still stops a strict run."""
-    monkeypatch.setattr("meshwright.data.jsonl.BLOCK_BYTES", 10)
+    monkeypatch.setattr("meshwright.data.record_formats.BLOCK_BYTES", 10)
     path = tmp_path / "t.jsonl"
     path.write_text('{"text": "a"}\n{"text": 5}\n{"text": "b"}\n')
     settings = {"path": str(path), "sequence_length": 4, "cache_dir": str(tmp_path / "cache")}

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from meshwright.distributed.prefetch import prefetch
+from meshwright.distributed.device_placement import prefetch
 
 PATIENCE = 30.0  # seconds before a thread that should have ended counts as stuck
 

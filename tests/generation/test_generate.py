@@ -199,9 +199,9 @@ def test_weights_that_do_not_fit_are_divided_or_refused(name, monkeypatch):
             programs = fitting_for(model, settings["mesh"], rows=int(found[1]))
             assert not programs.placement.gathered
         return
-    token_programs._kept.clear()
+    token_programs.token_programs.kept.clear()
     got = generate(model, prompts, **settings)
-    programs = list(token_programs._kept.values())[-1]
+    programs = list(token_programs.token_programs.kept.values())[-1]
     assert got.tokens == expected.tokens
     assert says in str(got)
     assert (programs.placement.gathered, programs.placement.joins) == (
@@ -244,13 +244,13 @@ def test_rows_end_at_stop_tokens_and_the_batch_shrinks(model, sampled):
 
 @pytest.mark.full
 def test_programs_are_compiled_once(model):
-    token_programs._kept.clear()
+    token_programs.token_programs.kept.clear()
     with jax.enable_x64(True):
         for seed, count in enumerate((20, 20, 17)):
             settings = {**SAMPLED, "temperature": 1 + seed / 10}
             make = make_generator(model, max_new_tokens=count, seed=seed, **settings)
             make(make.read(PROMPTS[: 5 + seed]), chunk=4 if count == 20 else 3)
-    (programs,) = token_programs._kept.values()
+    (programs,) = token_programs.token_programs.kept.values()
     # Rows end together, so only one size of batch adds tokens, in chunks of two sizes.
     assert programs.start._cache_size() == 1
     assert programs.advance._cache_size() == 2

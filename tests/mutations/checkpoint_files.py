@@ -20,7 +20,7 @@ def _written(change):
 
         return save
 
-    return replace(ocp.args, "StandardSave", make)
+    return replace(ocp.args, "PyTreeSave", make)
 
 
 def _flipped(groups):

@@ -9,10 +9,8 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from meshwright.tracking.mlflow import MlflowTracker
-from meshwright.tracking.tensorboard import TensorBoardTracker
+from meshwright.tracking.services import MlflowTracker, TensorBoardTracker, WandbTracker
 from meshwright.tracking.tracker import Background, Tracker, Trackers
-from meshwright.tracking.wandb import WandbTracker
 
 pytestmark = pytest.mark.quick
 

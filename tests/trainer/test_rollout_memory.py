@@ -16,7 +16,7 @@ from meshwright.hardware import parse_hardware
 from meshwright.models import build_model
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.trainer.rollouts.rollout_memory import rollout_needs
+from meshwright.trainer.starting.planning import rollout_needs
 
 pytestmark = pytest.mark.full
 

@@ -84,7 +84,11 @@ class CheckpointStore:
             self.folder,
             item_names=(STATE, METADATA, CHECKSUMS),
             item_handlers={
-                STATE: _state_handler(together),
+                # The arrays were brought to the host. On GPUs, Orbax would copy them once more, all
+                # of them to page-locked memory.
+                STATE: ocp.PyTreeCheckpointHandler(
+                    multiprocessing_options=together, enable_pinned_host_transfer=False
+                ),
                 METADATA: ocp.JsonCheckpointHandler(multiprocessing_options=together),
                 CHECKSUMS: ChecksumHandler(process_index(), main=is_main()),
             },
@@ -176,7 +180,7 @@ class CheckpointStore:
             metadata.step,
             args=ocp.args.Composite(
                 **{
-                    STATE: ocp.args.StandardSave(state),
+                    STATE: ocp.args.PyTreeSave(state),
                     METADATA: ocp.args.JsonSave(values),
                     CHECKSUMS: ChecksumSave(state, values, loss),
                 }
@@ -188,18 +192,6 @@ class CheckpointStore:
         if is_main():
             # A checkpoint without its checksums would be taken for damaged later.
             read_checksums(self.folder / str(metadata.step) / CHECKSUMS)
-
-
-def _state_handler(together: ocp.options.MultiprocessingOptions) -> Any:
-    """Return what writes states whose arrays were brought to the host.
-
-    On GPUs, Orbax would copy them once more, all of them to page-locked memory.
-    """
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=together)
-    vars(handler)["_impl"] = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=together, enable_pinned_host_transfer=False
-    )
-    return handler
 
 
 def _bring_to_host(state: Any) -> None:

@@ -17,7 +17,7 @@ from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.plan_report import AUTO, choose_plan
 from meshwright.planner.search.candidates import config_task
 from meshwright.recipe import Recipe, make_recipe
-from meshwright.trainer.rollouts.rollout_memory import rollout_needs
+from meshwright.trainer.starting.planning import estimator_of
 
 _FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat", "sharding.blocks",
           "training.sync_gradients_every", "pipeline.schedule", "pipeline.num_chunks")  # fmt: skip
@@ -48,12 +48,4 @@ def config_estimator(config: Config, global_batch_size: int) -> Estimator:
 
 def recipe_estimator(recipe: Recipe, compute: Precision) -> Estimator:
     """Return the estimator for what a recipe trains, in a compute format."""
-    return Estimator(
-        recipe.model,
-        recipe.loss,
-        recipe.whole_optimizer,
-        recipe.example_batch(1),
-        trainable=recipe.trained,
-        precision=compute,
-        rollout=rollout_needs(recipe.task, recipe.model, compute),
-    )
+    return estimator_of(recipe, recipe.model, recipe.example_batch(1), compute)

@@ -28,8 +28,8 @@ def run(arguments: Arguments, output: Output) -> int:
     import numpy as np
 
     from meshwright.generation.generate import make_generator
-    from meshwright.generation.model_facts import UNLIMITED
     from meshwright.generation.text_scores import score_documents
+    from meshwright.generation.token_decoder import UNLIMITED
 
     model, settings = open_model(arguments, path)
     mesh, dtype = arguments.flags.get("--mesh"), number_format(arguments, output, settings, path)

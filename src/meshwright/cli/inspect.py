@@ -18,8 +18,7 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.generation.model_facts import how_generated
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
-from meshwright.mesh.rows_drawing import Rows
-from meshwright.mesh.svg_drawing import mesh_svg
+from meshwright.mesh.svg_drawing import Rows, mesh_svg
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.pipeline.pipeline_report import PipelineReport
 from meshwright.pipeline.schedule.schedules import get_schedule

@@ -12,11 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "DistributedBackend", "DistributedConfig"]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Config": "meshwright.config.schema",
-        "DistributedBackend": "meshwright.config.distributed_config",
-        "DistributedConfig": "meshwright.config.distributed_config",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

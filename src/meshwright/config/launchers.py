@@ -36,8 +36,8 @@ class Launcher:
     """A launcher, and the variables in which it describes its processes.
 
     Attributes:
-        rank: the number of this process; if it is not set, the launcher did not start it.
-        per_node: the processes on this machine, of which there are so many ``nodes``.
+        numbers: the variables that hold a number, by the setting they set; if that of the rank is
+            not set, the launcher did not start this process.
         job: what the processes of one run share, and those of other runs do not.
         address: finds the address of process 0.
         started: whether the launcher started this process, or only an outer one, such as a script.
@@ -45,12 +45,7 @@ class Launcher:
     """
 
     name: str
-    rank: Variables
-    world_size: Variables
-    local_rank: Variables = ()
-    per_node: Variables = ()
-    nodes: Variables = ()
-    node_rank: Variables = ()
+    numbers: Mapping[str, Variables]
     job: Variables = ()
     address: Callable[[Environ], CoordinatorAddress | None] = lambda _: None
     started: Callable[[Environ], bool] = lambda _: True
@@ -60,18 +55,6 @@ class Launcher:
     def title(self) -> str:
         """Its name in a sentence."""
         return "the environment" if self.name == "environment" else self.name
-
-    @property
-    def numbers(self) -> dict[str, Variables]:
-        """The variables that hold a number, by the setting they set."""
-        return {
-            "world_size": self.world_size,
-            "rank": self.rank,
-            "local_rank": self.local_rank,
-            "num_processes_per_node": self.per_node,
-            "num_nodes": self.nodes,
-            "node_rank": self.node_rank,
-        }
 
 
 @dataclass(frozen=True)
@@ -101,7 +84,7 @@ def detect(environ: Environ) -> list[Found]:
         read_launcher(launcher, environ)
         for launcher in LAUNCHERS
         # Users export the variables of these two by hand: they count even if some are missing.
-        if launcher in (JAX, ENVIRONMENT) or first(launcher.rank, environ)[1]
+        if launcher in (JAX, ENVIRONMENT) or first(launcher.numbers["rank"], environ)[1]
         if launcher.started(environ)
     ]
 
@@ -261,46 +244,56 @@ _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_S
 
 SLURM = Launcher(
     "SLURM",
-    rank=("SLURM_PROCID",),
-    world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    local_rank=("SLURM_LOCALID",),
-    nodes=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
-    node_rank=("SLURM_NODEID",),
+    {
+        "rank": ("SLURM_PROCID",),
+        "world_size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "local_rank": ("SLURM_LOCALID",),
+        "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+        "node_rank": ("SLURM_NODEID",),
+    },
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     address=_slurm_address,
     started=is_slurm_task,
 )
 OPEN_MPI = Launcher(
     "Open MPI",
-    rank=("OMPI_COMM_WORLD_RANK",),
-    world_size=("OMPI_COMM_WORLD_SIZE",),
-    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-    per_node=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    {
+        "rank": ("OMPI_COMM_WORLD_RANK",),
+        "world_size": ("OMPI_COMM_WORLD_SIZE",),
+        "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        "num_processes_per_node": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    },
     address=_open_mpi_address,
 )
 PMI = Launcher(
     "PMI",
-    rank=("PMI_RANK",),
-    world_size=("PMI_SIZE",),
-    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    per_node=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    {
+        "rank": ("PMI_RANK",),
+        "world_size": ("PMI_SIZE",),
+        "local_rank": ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        "num_processes_per_node": ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    },
 )
 SKYPILOT = Launcher(
     "SkyPilot",
-    rank=("SKYPILOT_NODE_RANK",),
-    world_size=("SKYPILOT_NUM_NODES",),
-    nodes=("SKYPILOT_NUM_NODES",),
-    node_rank=("SKYPILOT_NODE_RANK",),
+    {
+        "rank": ("SKYPILOT_NODE_RANK",),
+        "world_size": ("SKYPILOT_NUM_NODES",),
+        "num_nodes": ("SKYPILOT_NUM_NODES",),
+        "node_rank": ("SKYPILOT_NODE_RANK",),
+    },
     job=("SKYPILOT_TASK_ID",),
     address=_skypilot_address,
     whole_node=True,
 )
 KUBERNETES = Launcher(
     "Kubernetes",
-    rank=("JOB_COMPLETION_INDEX",),
-    world_size=("MESHWRIGHT_NUM_PROCESSES",),
-    nodes=("MESHWRIGHT_NUM_PROCESSES",),
-    node_rank=("JOB_COMPLETION_INDEX",),
+    {
+        "rank": ("JOB_COMPLETION_INDEX",),
+        "world_size": ("MESHWRIGHT_NUM_PROCESSES",),
+        "num_nodes": ("MESHWRIGHT_NUM_PROCESSES",),
+        "node_rank": ("JOB_COMPLETION_INDEX",),
+    },
     address=_kubernetes_address,
     # An indexed Job may also be a list of separate runs.
     started=lambda environ: bool(environ.get("MESHWRIGHT_NUM_PROCESSES", "").strip()),
@@ -308,19 +301,23 @@ KUBERNETES = Launcher(
 )
 JAX = Launcher(
     "JAX",
-    rank=("JAX_PROCESS_ID",),
-    world_size=("JAX_NUM_PROCESSES",),
+    {
+        "rank": ("JAX_PROCESS_ID",),
+        "world_size": ("JAX_NUM_PROCESSES",),
+    },
     address=_jax_address,
     # As for JAX itself: a process uses all GPUs it sees.
     whole_node=True,
 )
 ENVIRONMENT = Launcher(
     "environment",
-    rank=("RANK",),
-    world_size=("WORLD_SIZE",),
-    local_rank=("LOCAL_RANK",),
-    per_node=("LOCAL_WORLD_SIZE",),
-    node_rank=("GROUP_RANK",),
+    {
+        "rank": ("RANK",),
+        "world_size": ("WORLD_SIZE",),
+        "local_rank": ("LOCAL_RANK",),
+        "num_processes_per_node": ("LOCAL_WORLD_SIZE",),
+        "node_rank": ("GROUP_RANK",),
+    },
     job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     address=_plain_address,
 )

@@ -26,10 +26,9 @@ from meshwright.data.document_marks import files_of
 from meshwright.data.documents import Document
 from meshwright.data.files import find_path, list_files
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.jsonl import JsonLines
 from meshwright.data.packing import Ints, best_fit_parts
-from meshwright.data.parquet import ParquetRows
 from meshwright.data.protocols import HostBatch, Source
+from meshwright.data.record_formats import JsonLines, ParquetRows
 from meshwright.data.records import RecordFiles, document_blocks
 from meshwright.data.token_cache import Corpus, packed, tell
 from meshwright.data.token_rows import PackedRows

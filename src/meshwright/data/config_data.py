@@ -25,9 +25,9 @@ HELD_OUT = 0.02
 _SOURCES = {
     "text": "text_source:text_source",
     "tokens": "tokens:token_source",
-    "jsonl": "jsonl:JsonLines",
-    "parquet": "parquet:ParquetRows",
-    "array_record": "array_record:ArrayRecords",
+    "jsonl": "record_formats:JsonLines",
+    "parquet": "record_formats:ParquetRows",
+    "array_record": "record_formats:ArrayRecords",
     "chat": "chat_source:chat_source",
     "arrays": "arrays:array_files",
     "images": "images:image_source",

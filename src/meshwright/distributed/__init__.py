@@ -27,26 +27,6 @@ if TYPE_CHECKING:
     from meshwright.distributed.multinode import setup_multinode
     from meshwright.hardware import BatchSizeRecommendation
 
-_NAMES = {
-    "BatchSizeRecommendation": "meshwright.hardware",
-    "DataParallel": "meshwright.distributed.data_parallel",
-    "DeviceMeshManager": "meshwright.distributed.mesh_manager",
-    "DevicePlacement": "meshwright.distributed.device_placement",
-    "DistributedBackend": "meshwright.config.distributed_config",
-    "DistributedConfig": "meshwright.config.distributed_config",
-    "DistributedMetrics": "meshwright.distributed.metrics",
-    "DynamicLossScaler": "meshwright.distributed.loss_scaler",
-    "DynamicLossScalerConfig": "meshwright.distributed.loss_scaler",
-    "GradientAccumulator": "meshwright.distributed.gradient_accumulator",
-    "GradientAccumulatorConfig": "meshwright.distributed.gradient_accumulator",
-    "HardwareType": "meshwright.distributed.device_placement",
-    "Trainer": "meshwright.distributed.distributed_trainer",
-    "distribute_batch": "meshwright.distributed.device_placement",
-    "get_batch_size_recommendation": "meshwright.distributed.device_placement",
-    "place_on_device": "meshwright.distributed.device_placement",
-    "setup_multinode": "meshwright.distributed.multinode",
-}
-
 __all__ = [
     "BatchSizeRecommendation", "DataParallel", "DeviceMeshManager", "DevicePlacement",
     "DistributedBackend", "DistributedConfig", "DistributedMetrics", "DynamicLossScaler",
@@ -55,5 +35,4 @@ __all__ = [
     "setup_multinode"
 ]  # fmt: skip
 
-
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(__name__)

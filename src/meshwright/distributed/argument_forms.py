@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import jax
 
@@ -93,3 +93,26 @@ def static_twin(method: Callable[Concatenate[Any, P], R]) -> staticmethod[P, R]:
     call.__name__ = f"{method.__name__}_static"
     call.__doc__ = f"``{method.__name__}`` as a static method."
     return staticmethod(call)
+
+
+def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Accept further keywords: ``also_called(grads="gradients")`` takes both."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            for other, name in names.items():
+                if other not in kwargs:
+                    continue
+                if name in kwargs:
+                    raise UserError(
+                        f"{function.__name__} got both {name}= and {other}=",
+                        why="they are the same argument",
+                        fix=f"write {name}= only",
+                    )
+                kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return cast(Callable[P, R], call)
+
+    return decorate

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.distributed.argument_forms import (
     DEFAULT_AXIS,
     AxisName,
+    also_called,
     require_axes,
     resolve_axes,
     static_twin,
@@ -23,7 +24,6 @@ from meshwright.distributed.leaves import Leaf, place, place_whole, replicate
 from meshwright.errors import UserError
 from meshwright.mesh.axes import BATCH_AXES
 from meshwright.mesh.build import check_mesh_axis
-from meshwright.runtime.other_names import also_called
 from meshwright.trees import Batch, PyTree
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
+from queue import Empty, Queue
 from typing import Self, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from meshwright.distributed.argument_forms import also_called
 from meshwright.distributed.leaves import Leaf, fit_sharding, place, place_parts, replicate
-from meshwright.distributed.prefetch import prefetch
 from meshwright.errors import UserError
 from meshwright.hardware import BatchSizeRecommendation, detect, load_chips, unknown_batch_sizes
 from meshwright.mesh.build import Device, arrange_mesh, check_mesh_axis
-from meshwright.runtime.other_names import also_called
 from meshwright.trees import Batch, PyTree
 
 
@@ -242,3 +244,44 @@ class HardwareType(Enum):
             if chip.family == self.value:
                 return chip.batch_sizes
         return unknown_batch_sizes()
+
+
+def prefetch(
+    source: Iterable[PyTree], prepare: Callable[[PyTree], PyTree], buffer_size: int
+) -> Iterator[PyTree]:
+    """Yield ``prepare(item)`` for each item, up to ``buffer_size`` items ahead of the consumer.
+
+    The thread starts with the first request. An exception in the source or in ``prepare`` reaches
+    the consumer after the items before it. If the consumer stops early (``break``, an exception,
+    or a deleted iterator), the thread ends after its current item.
+    """
+    assert buffer_size >= 1
+    queue: Queue[tuple[PyTree, BaseException | None] | None] = Queue(maxsize=buffer_size)
+    stop = threading.Event()
+
+    def produce() -> None:
+        try:
+            for item in source:
+                if not stop.is_set():
+                    queue.put((prepare(item), None))
+                if stop.is_set():
+                    return
+        except BaseException as error:
+            queue.put((None, error))
+        else:
+            queue.put(None)
+
+    # A daemon thread: a source that blocks forever must not keep the program alive.
+    threading.Thread(target=produce, name="prefetch", daemon=True).start()
+    try:
+        while (item := queue.get()) is not None:
+            value, error = item
+            if error is not None:
+                raise error
+            yield value
+    finally:
+        stop.set()
+        # Emptied, the queue takes what the thread is blocked with, which then sees the event.
+        with suppress(Empty):
+            while True:
+                queue.get_nowait()

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from meshwright.distributed.argument_forms import also_called
 from meshwright.errors import UserError
-from meshwright.runtime.other_names import also_called
 from meshwright.step.state import LossScale, ScaleRule, all_finite
 from meshwright.trees import PyTree
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TypedDict
 
 import jax
 
 from meshwright.config.distributed_config import DistributedConfig
-from meshwright.errors import EnvironmentProblem, UserError
-from meshwright.launch.connect import join_processes
-from meshwright.runtime.jax_internals import jax_has_started
+from meshwright.errors import UserError
+from meshwright.launch.connect import connect_processes
 
 
 class ProcessInfo(TypedDict):
@@ -34,15 +32,7 @@ def setup_multinode() -> ProcessInfo:
     it before anything else uses JAX.
     """
     config = DistributedConfig.from_environment()
-    if config.world_size > 1 and not jax.distributed.is_initialized():
-        if jax_has_started():
-            raise EnvironmentProblem(
-                "it is too late to connect the processes",
-                why="JAX has already started its devices in this process",
-                fix="call setup_multinode() first, before asking JAX for devices or making an "
-                "array",
-            )
-        join_processes(config, os.environ)
+    connect_processes()
     if jax.process_count() != config.world_size:
         raise UserError(
             f"JAX runs {jax.process_count()} process(es), the environment says {config.world_size}",

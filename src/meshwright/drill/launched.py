@@ -25,6 +25,7 @@ from meshwright.checkpoint.check import check_checkpoints
 from meshwright.checkpoint.reader import FOLDER, CheckpointReader
 from meshwright.drill.process import BATCH, INJECTED, LAUNCHED, read_notes
 from meshwright.launch.supervise import exit_code, guarded_group
+from meshwright.runtime.host_machine import process_stat
 from meshwright.tracking.run_files import read_lines
 
 LEAVE_SECONDS = 10.0
@@ -197,17 +198,10 @@ def _runs(group: int) -> bool:
     except PermissionError:
         # The number has been given to a process of another user.
         return False
-    stats = list(Path("/proc").glob("[0-9]*/stat"))
-    return not stats or any(_is_running_member(path, group) for path in stats)
-
-
-def _is_running_member(stat: Path, group: int) -> bool:
-    try:
-        # The name of the program, in parentheses, may contain spaces.
-        state, _, its_group, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return False
-    return int(its_group) == group and state not in _ENDED
+    members = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    each = (process_stat(pid)[:3] for pid in members)
+    # State, parent and group.
+    return not members or any(f[2:] == [str(group)] and f[0] not in _ENDED for f in each)
 
 
 class NotSurvived(Exception):

@@ -17,23 +17,21 @@ from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import check_count, clear_arguments, wrong_kind
 from meshwright.errors import UserError, argument
-from meshwright.generation.generated_rows import Generated
 from meshwright.generation.make_decoder import how_decoded
 from meshwright.generation.model_facts import (
-    UNLIMITED,
     half_precision,
-    known_context,
-    limit_of,
+    position_limit,
     vocabulary_of,
 )
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings
 from meshwright.generation.text_watch import OnPiece, TextWatch
-from meshwright.generation.token_decoder import Source, SplitModel, split_model
+from meshwright.generation.token_decoder import UNLIMITED, Source, SplitModel, split_model
 from meshwright.generation.token_loop import (
     CHUNK,
     Ended,
+    Generated,
     Pace,
     Prompt,
     Row,
@@ -144,7 +142,7 @@ class Generator:
         if self.stated:
             return self.context
         length = length_bucket(count, self.context)
-        most, why = limit_of(self.model, length)
+        most, why = position_limit(self.model, length)
         if not most:
             raise UserError(
                 f"{self.model.structure.name} cannot be called with {length:,} tokens",
@@ -317,7 +315,7 @@ def make_generator(
     _check_samples(samples, chosen)
     given = () if source is None else (np.asarray(jnp.asarray(source)),)
     split = split_model(model, half_precision(dtype), given)
-    own = known_context(split, model)
+    own = split.structure.context
     context = own if context_length is None else context_length
     check_count("context_length", context)
     placement = placement_of(split.weights, _as_mesh(mesh))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.generation.positions import NotIncremental, Positions
-from meshwright.generation.prompt_attention import PromptAttention
 from meshwright.generation.rings import find_rings, positions_in
-from meshwright.generation.row_plan import WHOLE, Need, num_bytes, plan_rows, stored_order
+from meshwright.generation.row_plan import WHOLE, Need, plan_rows, stored_order
 from meshwright.generation.token_decoder import Cache, Source, Weights, with_source
-from meshwright.generation.traced_decoder import TracedDecoder
+from meshwright.generation.traced_decoder import PromptAttention, TracedDecoder
+from meshwright.program.dims.op import nbytes_of
 from meshwright.program.dims.row_rules import Rows
 from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
@@ -76,8 +76,8 @@ class IncrementalDecoder:
     def extra_bytes(self) -> tuple[int, int]:
         """What is made of weights, and the cache of a row; see `TokenDecoder`."""
         kept = self.plan.kept.items()
-        each = [num_bytes(v) // aval_of(v).shape[dim] * self.lengths[v] for v, dim in kept]
-        return sum(map(num_bytes, self._made)), sum(each)
+        each = [nbytes_of(aval_of(v)) // aval_of(v).shape[dim] * self.lengths[v] for v, dim in kept]
+        return sum(nbytes_of(aval_of(v)) for v in self._made), sum(each)
 
     def prepare(self, weights: Weights) -> Weights:
         """Compute what all tokens share; see `TokenDecoder`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -14,24 +13,11 @@ from flax import nnx
 from meshwright.errors import UserError, argument, typed_line
 from meshwright.generation.make_decoder import how_decoded, make_decoder
 from meshwright.generation.positions import NotIncremental, Positions
-from meshwright.generation.token_decoder import SplitModel, remembered, split_model
+from meshwright.generation.token_decoder import PerModel, SplitModel, split_model
 from meshwright.generation.token_loop import length_bucket
 from meshwright.generation.traced_decoder import Loops, trace_row
 from meshwright.program.jaxpr.equations import Equation, aval_of
 from meshwright.program.jaxpr.walks import where
-
-UNLIMITED = 2**31 - 1
-
-_contexts: OrderedDict[Any, int] = OrderedDict()
-_vocabularies: OrderedDict[Any, int] = OrderedDict()
-_limits: OrderedDict[Any, tuple[int, str]] = OrderedDict()
-
-
-def context_of(model: Any) -> int:
-    """Return the most tokens of a row that a model takes, as it or its parts say."""
-    parts = [part for _, part in nnx.iter_modules(model)]
-    found = [getattr(part, "context_length", None) for part in parts]
-    return min((each for each in found if isinstance(each, int)), default=UNLIMITED)
 
 
 def half_precision(dtype: Any) -> Any:
@@ -47,22 +33,9 @@ def half_precision(dtype: Any) -> Any:
     return asked if asked.itemsize == 2 else None
 
 
-def known_context(model: SplitModel, whole: Any) -> int:
-    """Return `context_of` a model, which is not looked for again in every call."""
-    return remembered(_contexts, model, None, lambda: context_of(whole))
-
-
-def limit_of(model: SplitModel, length: int) -> tuple[int, str]:
-    """Return the most tokens of a row that the model's program takes, and why."""
-    return remembered(_limits, model, length, lambda: position_limit(model, length))
-
-
+@PerModel
 def vocabulary_of(model: SplitModel, length: int) -> int:
     """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
-    return remembered(_vocabularies, model, length, lambda: _find_vocabulary(model, length))
-
-
-def _find_vocabulary(model: SplitModel, length: int) -> int:
     fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
     try:
@@ -88,12 +61,13 @@ def how_generated(model: Any) -> str:
     """Return how a model without values would be generated from; empty if it is no decoder."""
     if not isinstance(model, nnx.Module):
         return ""
-    length = min(context_of(model), 128)
+    split = split_model(model)
+    length = min(split.structure.context, 128)
     try:
-        vocabulary_of(split_model(model), min(8, length))
+        vocabulary_of(split, min(8, length))
     except UserError:
         return ""
-    return how_decoded(make_decoder(split_model(model), length))
+    return how_decoded(make_decoder(split, length))
 
 
 def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tuple[Any, Any]:
@@ -105,7 +79,8 @@ def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tup
         length: the most tokens of the row.
         dtype: format of the weights while generating.
     """
-    split, most = split_model(model, half_precision(dtype)), context_of(model)
+    split = split_model(model, half_precision(dtype))
+    most = split.structure.context
     weights = [
         jax.ShapeDtypeStruct(w.shape, dtype if is_float and dtype is not None else w.dtype)
         for w in split.weights
@@ -118,6 +93,7 @@ def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tup
     )
 
 
+@PerModel
 def position_limit(model: SplitModel, length: int) -> tuple[int, str]:
     """Return the most tokens that a model takes in a row, up to a length, and why not more.
 

@@ -7,13 +7,13 @@ are needed for the last row of a prompt only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.generation.positions import NotIncremental, Positions
 from meshwright.generation.token_decoder import LATER
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.op import nbytes_of
 from meshwright.program.dims.row_rules import RowRule
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 
@@ -135,7 +135,7 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
     if len(dims) != 1:
         raise NotIncremental.by(eqn, "needs all pairs of positions" if dims else "")
     rule = positions.rule(eqn, number, dims[0])
-    moves = _smallest_source(positions, variable) < num_bytes(variable)
+    moves = _smallest_source(positions, variable) < nbytes_of(aval_of(variable))
     if rule is None or (rule.whole and positions.lookahead(variable, dims[0]) > 0):
         raise NotIncremental.by(eqn)
     if moves or rule.whole:
@@ -147,7 +147,7 @@ def _resolved(plan: RowPlan, eqn: Equation, number: int, variable: Var) -> list[
 
 def _smallest_source(positions: Positions, variable: Var) -> int:
     """Return the bytes of the smallest value that this one is only moved or repeated from."""
-    size, atom = num_bytes(variable), variable
+    size, atom = nbytes_of(aval_of(variable)), variable
     while atom in positions.made:
         eqn, _ = positions.made[atom]
         source = eqn.invars[0] if eqn.invars else None
@@ -156,14 +156,8 @@ def _smallest_source(positions: Positions, variable: Var) -> int:
         if len(positions.of(source)) != 1:
             break
         atom = source
-        size = min(size, num_bytes(atom))
+        size = min(size, nbytes_of(aval_of(atom)))
     return size
-
-
-def num_bytes(variable: Var) -> int:
-    """Return the bytes of a variable's value."""
-    aval = aval_of(variable)
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def stored_order(plan: RowPlan, variable: Var, dim: int) -> tuple[int, ...]:

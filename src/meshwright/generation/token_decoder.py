@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import jax
@@ -33,6 +33,10 @@ KEPT = 8
 """Models and lengths of which something is kept."""
 
 
+UNLIMITED = 2**31 - 1
+"""The context of models that name none."""
+
+
 class ModelStructure:
     """What models of one program share; the same object for models alike.
 
@@ -40,10 +44,14 @@ class ModelStructure:
         name: the name of the model's class.
         graphdef: its structure.
         tree: how its weights are arranged.
+        context: the most tokens of a row that it takes, as it or its parts say.
     """
 
     def __init__(self, model: nnx.Module, graphdef: Any, tree: Any) -> None:
         self.name, self.graphdef, self.tree = type(model).__name__, graphdef, tree
+        parts = [part for _, part in nnx.iter_modules(model)]
+        found = [getattr(part, "context_length", None) for part in parts]
+        self.context = min((each for each in found if isinstance(each, int)), default=UNLIMITED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,20 +307,24 @@ def _walk(part: Any, attributes: list[Any], found: dict[int, Any]) -> bool:
     return True
 
 
-def remembered(kept: OrderedDict[Any, Kept], model: SplitModel, more: Any, make: Any) -> Kept:
-    """Return what was made for a model of the same program, or make it.
+class PerModel(Generic[Kept]):
+    """Keeps what a function of a model, and further arguments, made for the last models alike.
 
     Args:
-        kept: what was made, the last used last.
-        model: the model.
-        more: what else it depends on.
-        make: makes it.
+        make: the function; what it returns depends on no weight.
     """
-    shapes = tuple((leaf.shape, leaf.dtype) for leaf in model.weights)
-    wide = jax.config.values["jax_enable_x64"]
-    key = (model.structure, shapes, model.compute_dtype, model.source, more, wide)
-    found = kept.pop(key, None)
-    kept[key] = found = make() if found is None else found
-    while len(kept) > KEPT:
-        kept.popitem(last=False)
-    return found
+
+    def __init__(self, make: Callable[..., Kept]) -> None:
+        self.kept: OrderedDict[Any, Kept] = OrderedDict()
+        self._make = make
+
+    def __call__(self, model: SplitModel, *more: Any) -> Kept:
+        """Return what was made for a model of the same program, or make it."""
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in model.weights)
+        wide = jax.config.values["jax_enable_x64"]
+        key = (model.structure, shapes, model.compute_dtype, model.source, more, wide)
+        found = self.kept.pop(key, None)
+        self.kept[key] = found = self._make(model, *more) if found is None else found
+        while len(self.kept) > KEPT:
+            self.kept.popitem(last=False)
+        return found

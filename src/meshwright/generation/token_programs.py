@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,11 +15,11 @@ from meshwright.generation.row_placement import RowPlacement, device_memory
 from meshwright.generation.sampling import Chosen, Draws, Method, Numbers, choose
 from meshwright.generation.token_decoder import (
     Cache,
+    PerModel,
     Source,
     SplitModel,
     TokenDecoder,
     Weights,
-    remembered,
 )
 from meshwright.text.units import counted, human_bytes
 from meshwright.trees import bytes_on_device
@@ -189,9 +188,7 @@ def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tupl
     return moved, NewTokens(chosen, going)
 
 
-_kept: OrderedDict[Any, TokenPrograms] = OrderedDict()
-
-
+@PerModel
 def token_programs(
     model: SplitModel, length: int, placement: RowPlacement, vocabulary: int
 ) -> TokenPrograms:
@@ -203,13 +200,9 @@ def token_programs(
         placement: where rows are.
         vocabulary: how many tokens the model knows.
     """
-
-    def make() -> TokenPrograms:
-        divided, kernel = placement.divides_weights, placement.kernel
-        decoder = make_decoder(model, length, divided=divided, kernel=kernel)
-        return TokenPrograms(decoder, placement, vocabulary)
-
-    return remembered(_kept, model, (length, placement), make)
+    divided, kernel = placement.divides_weights, placement.kernel
+    decoder = make_decoder(model, length, divided=divided, kernel=kernel)
+    return TokenPrograms(decoder, placement, vocabulary)
 
 
 def fitting_programs(

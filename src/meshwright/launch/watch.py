@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.runtime.heartbeat import STACKS_SIGNAL, Beat, Doing, read_beat, stacks_file
+from meshwright.runtime.host_machine import process_stat
 from meshwright.text.units import human_seconds
 
 HANG_SECONDS = 600.0
@@ -247,12 +248,7 @@ class Watch:
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped a process; a debugger is something else."""
-    try:
-        # The name of the program, in parentheses, may contain spaces.
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
+    return process_stat(pid)[:1] == ["T"]
 
 
 WAIT_SECONDS = 2.0

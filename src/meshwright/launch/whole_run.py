@@ -187,7 +187,7 @@ def refuse_outer_launcher(
 def _variables(launcher: Launcher, found: Found, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are set and say where process 0 is, and which process this is."""
     address = () if found.address is None else found.address.variables
-    names = (*address, *launcher.rank, *launcher.world_size)
+    names = (*address, *launcher.numbers["rank"], *launcher.numbers["world_size"])
     return {name: text for name in names if (text := environ.get(name, "").strip())}
 
 

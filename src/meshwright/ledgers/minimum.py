@@ -63,9 +63,17 @@ class Stage(NamedTuple):
         return {"embedding": self.embedding, "head": self.head}.get(part or "", 0)
 
 
-def stage_needs(stage: Stage, plan: Plan) -> Iterator[Needed]:
-    """Yield what a stage sends to the stages next to it."""
-    for nbytes, times in stage.messages:
+def activation_needs(
+    events: Iterable[PlacedEvent],
+    senders: Iterable[AttentionLayouts | PassedStates],
+    plan: Plan,
+    scale: float,
+    stage: Stage | None,
+) -> Iterator[Needed]:
+    """Yield what is sent besides weights; ``scale`` is relative to the samples traced."""
+    yield from _event_needs(events, plan, scale, stage)
+    yield from _context_needs(senders, plan, scale)
+    for nbytes, times in () if stage is None else stage.messages:
         yield Needed(PIPE, "collective-permute", nbytes, times, plan.size(PIPE))
 
 
@@ -134,10 +142,10 @@ def _reduction(weight: PlacedWeight, plan: Plan, times: int) -> Iterator[Needed]
             yield Needed(axis, "all-reduce", weight.nbytes / fsdp, times, size, weight.module)
 
 
-def event_needs(
-    events: Iterable[PlacedEvent], plan: Plan, scale: float, stage: Stage | None = None
+def _event_needs(
+    events: Iterable[PlacedEvent], plan: Plan, scale: float, stage: Stage | None
 ) -> Iterator[Needed]:
-    """Yield what tensor parallelism sends; ``scale`` is relative to the samples traced."""
+    """Yield what tensor parallelism sends."""
     steps, size = plan.batch.gradient_accumulation_steps, plan.size("tensor")
     scale /= plan.size(CONTEXT)
     for event in events:
@@ -150,18 +158,16 @@ def event_needs(
         yield gather if event.weight and gather.sent_bytes <= need.sent_bytes else need
 
 
-def context_needs(
+def _context_needs(
     senders: Iterable[AttentionLayouts | PassedStates], plan: Plan, scale: float
 ) -> Iterator[Needed]:
-    """Yield what attention and scans send over the context axis; `scale` as in `event_needs`."""
+    """Yield what attention and scans send over the context axis."""
     steps, size = plan.batch.gradient_accumulation_steps, plan.size(CONTEXT)
-    sharding = plan.sharding
-    recomputes = sharding.remat != "none"
-    gathers_again = plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
+    recomputes = plan.sharding.remat != "none"
     for one in senders:
         for kind, nbytes, forward in one.sent:
             # The backward pass of a block recomputes what it did not save.
-            again = forward and (recomputes or (gathers_again and kind == "all-gather"))
+            again = forward and (recomputes or (plan.gathers_twice and kind == "all-gather"))
             times = one.times * steps * (2 if again else 1)
             yield Needed(CONTEXT, kind, nbytes * scale, times, size, one.module)
 
@@ -174,12 +180,11 @@ def needed_by_stage(assembled: Assembled, counts: OpCounts | None) -> list[list[
     steps, reads = assembled.traced.layout.step_leaves, read_weights(traced)
     weights = list(place_weights(steps, decision.optimizer, plan, reads, cut))
     events = place_events(decision.classes, decision.tensor, cut)
+    senders, scale = decision.exchanges.senders, 1 / plan.batch.replicas
     return [
         [
             *(need for weight in weights for need in weight_needs(weight, plan, stage)),
-            *event_needs(events, plan, 1 / plan.batch.replicas, stage),
-            *context_needs(decision.exchanges.senders, plan, 1 / plan.batch.replicas),
-            *(() if stage is None else stage_needs(stage, plan)),
+            *activation_needs(events, senders, plan, scale, stage),
         ]
         for stage in _stages(assembled, counts)
     ]

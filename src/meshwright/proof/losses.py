@@ -16,13 +16,12 @@ from meshwright.compiled.compile_program import quick_options
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.jaxpr.names import path_text
-from meshwright.program.trace.adapters import PREFIX
+from meshwright.program.trace.adapters import PREFIX, has_reference
 from meshwright.program.trace.keep_apart import asks_to_keep_apart
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss, trace_loss
 from meshwright.program.trace.trained_leaves import Adapted, Trained
-from meshwright.program.trace.without_adapters import has_reference
 from meshwright.proof.compare import fetch
 
 Gradient = Callable[[dict[str, Any], list[Any], list[Any], float], tuple[LossValue, dict[str, Any]]]

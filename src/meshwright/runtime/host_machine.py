@@ -31,6 +31,16 @@ def _kibibytes(lines: Mapping[str, str], key: str) -> int | None:
     return int(words[0]) * 1024 if words else None
 
 
+def process_stat(pid: int) -> list[str]:
+    """Return what the system says about a process, from its state on; empty if it says nothing."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # The name of the program, in parentheses, may contain spaces.
+    return text.rpartition(")")[2].split()
+
+
 def user_cache(name: str) -> Path:
     """Return the folder for one kind of cached content; it need not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME", "")

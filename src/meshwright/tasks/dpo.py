@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from meshwright.errors import Setting, UserError
-from meshwright.program.trace.without_adapters import reference
+from meshwright.program.trace.adapters import reference
 from meshwright.tasks.task import Batch, Metrics, cross_entropy, read_field, read_weights, weigh
 from meshwright.weighted import Weighted
 

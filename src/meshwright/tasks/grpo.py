@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from meshwright.config.reward_sections import GenerationConfig, GrpoConfig
 from meshwright.errors import UserError
-from meshwright.program.trace.without_adapters import reference
+from meshwright.program.trace.adapters import reference
 from meshwright.tasks.task import Batch, Metrics, cross_entropy, read_field, weigh
 from meshwright.weighted import Weighted
 

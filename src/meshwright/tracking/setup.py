@@ -81,10 +81,8 @@ def _enabled(config: TrackingConfig) -> list[str]:
 
 
 def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Tracker]]:
-    from meshwright.tracking.mlflow import MlflowTracker
-    from meshwright.tracking.tensorboard import TensorBoardTracker
+    from meshwright.tracking.services import MlflowTracker, TensorBoardTracker, WandbTracker
     from meshwright.tracking.tracker import Background
-    from meshwright.tracking.wandb import WandbTracker
 
     return {
         "tensorboard": lambda: TensorBoardTracker(folder),

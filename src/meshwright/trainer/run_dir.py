@@ -24,6 +24,7 @@ from meshwright.checkpoint import FOLDER, CheckpointReader
 from meshwright.config.schema import CheckpointConfig
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import attempt_on_main, broadcast, is_main
+from meshwright.runtime.host_machine import process_stat
 from meshwright.step.canonical import CanonicalState
 from meshwright.text.json_text import read_object
 from meshwright.text.units import counted, human_bytes
@@ -284,11 +285,10 @@ def _start_of(pid: int) -> str:
     """Return when a process started, as text to compare; empty if the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        # The name of the program, in parentheses, may contain spaces.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return ""
-    return f"{boot} {fields[19]}"
+    facts = process_stat(pid)
+    return f"{boot} {facts[19]}" if facts else ""
 
 
 def _describe(holder: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meshwright.program.kernels.by_distance import is_by_distance
+from meshwright.program.kernels.masks import is_by_distance
 
 pytestmark = pytest.mark.quick
 TABLE = np.arange(36).reshape(6, 6) % 5

@@ -19,16 +19,18 @@ def test_gradients_are_those_of_one_device():
     rows, sharded = PartitionSpec(("data", "fsdp"), "context"), PartitionSpec(None, "fsdp")
     random = np.random.default_rng(0)
 
-    def gradient(indices, cotangent):
-        return jnp.zeros((6, 4), cotangent.dtype).at[indices].add(cotangent)
+    def gradient(operands, cotangent):
+        table, indices = operands
+        return jnp.zeros_like(table).at[indices].add(cotangent)
 
     with jax.enable_x64(True):
         indices, cotangent = random.integers(6, size=(4, 8)), random.normal(size=(4, 8, 4))
         place = NamedSharding(mesh, rows)
         sums = LookupSums(rows, sharded, MeshView(mesh))
+        table = jnp.zeros((6, 4))
         operands = jax.device_put((indices, cotangent), place)
-        found = jax.jit(lambda *both: sums(gradient, *both))(*operands)
-        np.testing.assert_allclose(found, gradient(indices, cotangent), rtol=1e-12)
+        found = jax.jit(lambda at, own: sums(gradient, (table, at), own))(*operands)
+        np.testing.assert_allclose(found, gradient((table, indices), cotangent), rtol=1e-12)
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, sharded), 2)
 
 

@@ -70,7 +70,7 @@ def test_gpus_read_half_precision_and_round_at_most_once(case):
     weight = args[1].astype(jnp.float32)
 
     def use(w, platform="gpu"):
-        return use_weight(eqn, [args[0], w], 1, whole=None, platform=platform)[0]
+        return use_weight(eqn, [args[0], w], 1, platform=platform)[0]
 
     pull = jax.make_jaxpr(lambda c: jax.vjp(use, weight)[1](c)[0])(cotangent.astype(jnp.bfloat16))
     (found,) = jax.core.eval_jaxpr(pull.jaxpr, pull.consts, cotangent.astype(jnp.bfloat16))

@@ -67,33 +67,8 @@ def _compare(report: dict[str, Any]) -> None:
 
 def _devices() -> dict[str, Any]:
     """Start JAX, list its devices and check an all-reduce."""
-    try:
-        import jax
-
-        devices = jax.devices()
-    except Exception as error:
-        # A broken installation is part of the report.
-        return _no_devices(typed_line(error))
-    with activity(f"checking {counted(len(devices), 'device')}"):
-        reduced = check_all_reduce(devices)
-    return {
+    found: dict[str, Any] = {
         "jax_error": None,
-        "backend": jax.default_backend(),
-        "cpu_chosen": str(getattr(jax.config, "jax_platforms", "")).startswith("cpu"),
-        "devices": len(devices),
-        "local_devices": jax.local_device_count(),
-        "device_kinds": dict(Counter(device.device_kind for device in devices)),
-        "device_list": [machine.device(device) for device in devices],
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-        "all_reduce_ok": reduced["ok"],
-        "all_reduce": reduced,
-    }
-
-
-def _no_devices(error: str) -> dict[str, Any]:
-    return {
-        "jax_error": error,
         "backend": None,
         "cpu_chosen": False,
         "devices": 0,
@@ -102,6 +77,25 @@ def _no_devices(error: str) -> dict[str, Any]:
         "device_list": [],
         "process_index": processes.process_index(),
         "process_count": processes.process_count(),
-        "all_reduce_ok": False,
-        "all_reduce": {"ok": False, "expected": 0, "wrong_devices": [], "error": error},
+    }
+    try:
+        import jax
+
+        devices = jax.devices()
+    except Exception as error:
+        # A broken installation is part of the report.
+        reduced = {"ok": False, "expected": 0, "wrong_devices": [], "error": typed_line(error)}
+        return found | {"jax_error": reduced["error"], "all_reduce": reduced}
+    with activity(f"checking {counted(len(devices), 'device')}"):
+        reduced = check_all_reduce(devices)
+    return found | {
+        "backend": jax.default_backend(),
+        "cpu_chosen": str(getattr(jax.config, "jax_platforms", "")).startswith("cpu"),
+        "devices": len(devices),
+        "local_devices": jax.local_device_count(),
+        "device_kinds": dict(Counter(device.device_kind for device in devices)),
+        "device_list": [machine.device(device) for device in devices],
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+        "all_reduce": reduced,
     }

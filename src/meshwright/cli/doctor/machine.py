@@ -81,14 +81,11 @@ def ranks(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     # The innermost launcher, which decides, comes first.
     for launcher in reversed(LAUNCHERS):
         # Only a started process has a rank; an allocation may set the size.
-        if not first(launcher.rank, environ)[0] or not launcher.started(environ):
+        numbers = launcher.numbers
+        if not first(numbers["rank"], environ)[0] or not launcher.started(environ):
             continue
-        keys = {
-            "rank": launcher.rank,
-            "world_size": launcher.world_size,
-            "local_rank": launcher.local_rank,
-        }
-        given = {key: first(names, environ) for key, names in keys.items()}
+        keys = "rank", "world_size", "local_rank"
+        given = {key: first(numbers.get(key, ()), environ) for key in keys}
         found.append(
             {
                 "source": launcher.name,

@@ -25,7 +25,6 @@ from meshwright.planner.estimate.traced_programs import (
     GradientPrograms,
     TracedPrograms,
     blocks_of,
-    gathers_twice,
     least_work,
     variant_of,
 )
@@ -287,7 +286,7 @@ class Estimator:
         """Return the bytes of the rule `LAST_ITERATION_TWICE`; 0 where it does not apply."""
         plan, blocks = case.plan, program.blocks
         applies = LAST_ITERATION_TWICE.on(case.variant.platform) and blocks_of(plan) == "scan"
-        if blocks is None or not gathers_twice(plan) or not applies:
+        if blocks is None or not plan.gathers_twice or not applies:
             return 0.0
         return saved_by_iteration(blocks.forward, sizes)
 
@@ -376,7 +375,7 @@ def _other_keys(plan: Plan, attention: Sequence[AttentionLayouts]) -> tuple[Use,
     """
     others = plan.batch.micro_batch_size / SAMPLES * (1 - 1 / plan.size(CONTEXT))
     keys = [sum(n for kind, n, _ in one.sent if kind == "all-gather") for one in attention]
-    if plan.sharding.remat != "none" or gathers_twice(plan):
+    if plan.sharding.remat != "none" or plan.gathers_twice:
         return "working", others * 2 * max(keys, default=0.0)
     times = [one.times for one in attention]
     return "activations", others * sum(n * t for n, t in zip(keys, times, strict=True))

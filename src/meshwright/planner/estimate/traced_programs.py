@@ -156,7 +156,7 @@ def variant_of(plan: Plan, hardware: Hardware) -> Variant:
     variant = Variant(
         sharding.remat,
         # Whatever else is recomputed is the same with and without gathers.
-        gathers=gathers_twice(plan) and sharding.remat == "none",
+        gathers=plan.gathers_twice and sharding.remat == "none",
         # Joined or not, products are saved; what is recomputed is the same.
         rows=plan.size("tensor") == plan.size("context") == 1 or sharding.remat in ("dots", "full"),
         kernels=plan.kernels,
@@ -164,12 +164,6 @@ def variant_of(plan: Plan, hardware: Hardware) -> Variant:
     )
     # What is in memory, which is all that these choices change much, is not predicted for CPUs.
     return least_work(variant) if platform == "cpu" else variant
-
-
-def gathers_twice(plan: Plan) -> bool:
-    """Whether the weights of a block are gathered for each of its passes."""
-    sharding = plan.sharding
-    return plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
 
 
 def least_work(variant: Variant) -> Variant:

@@ -9,14 +9,7 @@ from functools import lru_cache
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
-from meshwright.ledgers.minimum import (
-    Needed,
-    Stage,
-    context_needs,
-    event_needs,
-    stage_needs,
-    weight_needs,
-)
+from meshwright.ledgers.minimum import Needed, Stage, activation_needs, weight_needs
 from meshwright.ledgers.placed_program import PlacedEvent, PlacedWeight
 from meshwright.mesh.axes import CONTEXT, MODEL_AXES, PIPE
 from meshwright.plan import Plan
@@ -50,9 +43,7 @@ def sent_by_stages(
     return [
         [
             *_weights_together(weights, plan, stage, own_blocks),
-            *event_needs(events, plan, scale, stage),
-            *context_needs(attention, plan, scale),
-            *(() if stage is None else stage_needs(stage, plan)),
+            *activation_needs(events, attention, plan, scale, stage),
         ]
         for stage in stages
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -271,18 +272,15 @@ class _Search:
         The largest is looked at by itself: if it is the whole batch, gradients are not summed.
         """
         *several, largest = choices
-        low, high = 0, len(several)
+
+        def too_many(micro: int) -> bool:
+            return not self._fits(self._estimate(sizes, variant, micro))
+
+        count = len(several)
         # Often all fit or none.
-        if several and self._fits(self._estimate(sizes, variant, several[-1])):
-            low = high
-        while low < high:
-            middle = (low + high) // 2
-            if self._fits(self._estimate(sizes, variant, several[middle])):
-                low = middle + 1
-            else:
-                high = middle
-        whole = self._fits(self._estimate(sizes, variant, largest))
-        return [*several[:low], *([largest] if whole else [])]
+        if several and too_many(several[-1]):
+            count = bisect_left(several, True, key=too_many)
+        return [*several[:count], *([] if too_many(largest) else [largest])]
 
     def _fastest(
         self, sizes: Sizes, variant: Variant, choices: Sequence[int], *, bound: bool = False

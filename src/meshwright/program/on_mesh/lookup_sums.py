@@ -1,14 +1,13 @@
-"""The gradients of lookups by rows that the context axis divides: scattered, then reduced.
-
-XLA's partitioner would sum them over all positions whole, before it scatters them over fsdp.
-"""
+"""How the gradients of lookups are summed over devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -22,26 +21,36 @@ class LookupSums:
     """How the gradient of a lookup is summed over devices.
 
     Attributes:
-        rows: the layout of the indices, sharded by samples and by positions.
-        sharded: the layout of the weight between steps.
+        rows: the layout of the indices if samples and positions shard them. XLA's partitioner would
+            sum over all positions whole, before it scatters over fsdp.
+        layout: the layout of the gradient: that of the weight between steps, or without ``rows``
+            that of the whole weight. Without this constraint, the compiler would add the gradient
+            to the other one of a tied embedding, which then has to be reduced over the mesh before,
+            and the sum once more.
         mesh: where it runs.
     """
 
-    rows: PartitionSpec
-    sharded: PartitionSpec
+    rows: PartitionSpec | None
+    layout: PartitionSpec
     mesh: MeshView
 
-    def __call__(self, gradient: Callable[..., Any], indices: Any, cotangent: Any) -> Any:
-        """Return the sum of the gradients of each device's own samples and positions."""
+    def __call__(self, gradient: Callable[..., Any], operands: Any, cotangent: Any) -> Any:
+        """Return the gradient of the table, by its function of the operands and a cotangent."""
+        if self.rows is None:
+            found = gradient(operands, cotangent)
+            return lax.with_sharding_constraint(found, self.mesh.sharding(self.layout))
+        table, indices = operands
         (samples,) = (entry for entry in self.rows if entry not in (None, CONTEXT))
+        # Devices do not need the table, of which only the shape is read.
+        zeros = partial(jnp.zeros, table.shape, table.dtype)
         parts = run_locally(
-            lambda *own: gradient(*own)[None, None],
+            lambda at, own: gradient((zeros(), at), own)[None, None],
             (indices, cotangent),
             (self.rows, self.rows),
             PartitionSpec(samples, CONTEXT),
             self.mesh,
         )
-        of_positions = self.mesh.sharding(PartitionSpec(CONTEXT, *self.sharded))
+        of_positions = self.mesh.sharding(PartitionSpec(CONTEXT, *self.layout))
         return lax.with_sharding_constraint(parts.sum(0), of_positions).sum(0)
 
 

@@ -164,7 +164,6 @@ class WeightGradients:
             return None
         atom, weights = eqn.invars[number], env.evaluator.weights
         use = None if isinstance(atom, Literal) else weights.uses.get(atom)
-        whole = self.mesh.sharding(use.whole) if is_lookup and use is not None else None
         # Rows that do not depend on data, such as those of positions, are still weights.
         is_weight = is_lookup and eqn.outvars[0] in weights.weight_only
         use_weights = use_weight_by_rows if self.rows else use_weight
@@ -172,7 +171,6 @@ class WeightGradients:
             eqn,
             env.operands(eqn, in_param_dtype={number}),
             number,
-            whole=whole,
             platform=self.mesh.platform,
             casts=not is_weight,
             sums=self._sums(eqn, use) if is_lookup else None,
@@ -180,10 +178,11 @@ class WeightGradients:
         return record_prepared(eqn, results, env) if is_weight else results
 
     def _sums(self, eqn: Equation, use: WeightUse | None) -> LookupSums | None:
-        rows = lookup_rows(eqn, self.layouts.get(eqn.outvars[0]))
-        if rows is None or use is None or use.specs is None:
+        if use is None:
             return None
-        return LookupSums(rows, use.specs.sharded, self.mesh)
+        rows = None if use.specs is None else lookup_rows(eqn, self.layouts.get(eqn.outvars[0]))
+        layout = use.whole if rows is None or use.specs is None else use.specs.sharded
+        return LookupSums(rows, layout, self.mesh)
 
 
 def operands_in_param_dtype(eqn: Equation, env: Environment) -> set[int]:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.weight_uses import HALF
@@ -65,7 +64,6 @@ def use_weight(
     args: list[Any],
     weight: int,
     *,
-    whole: NamedSharding | None,
     platform: str,
     casts: bool = True,
     sums: LookupSums | None = None,
@@ -75,12 +73,7 @@ def use_weight(
     A weight's gradient is a sum over all samples, and each device has a partial sum. By default,
     JAX would round these to the compute dtype before they are added. The weight, operand number
     ``weight``, may be float32 numbers; if ``casts``, they are read in the dtype the equation was
-    traced with.
-
-    ``whole`` is the layout of the gradient before it is sharded. Without this constraint the
-    compiler would add the rows of a lookup to the other gradient of a tied embedding, which then
-    has to be reduced over the mesh before, and the sum once more. ``sums`` is how the gradient of a
-    lookup is summed instead.
+    traced with. ``sums`` is how the gradient of a lookup is summed.
 
     What a ``platform`` lacks is worked around. The CPU runtime has no products of half-precision
     numbers with float32 results: the operands of gradients are widened. GPUs have no such
@@ -98,10 +91,8 @@ def use_weight(
     def of_weight(operands: Any, cotangent: Any) -> Any:
         gradient = partial(_weight_gradient, eqn, weight=weight, platform=platform)
         if sums is None:
-            return gradient(operands, cotangent=cotangent)
-        # Devices do not need the table, of which only the shape is read.
-        table = partial(jnp.zeros, operands[0].shape, operands[0].dtype)
-        return sums(lambda at, c: gradient((table(), at), cotangent=c), operands[1], cotangent)
+            return gradient(operands, cotangent)
+        return sums(gradient, operands, cotangent)
 
     run = jax.custom_vjp(forward_only)
 
@@ -109,15 +100,12 @@ def use_weight(
         return forward_only(*operands), operands
 
     def backward(operands: Any, cotangent: Any) -> tuple[Any, ...]:
-        gradients = [
+        return tuple(
             of_weight(operands, cotangent)
             if number == weight
             else _gradient(forward_only, operands, number, cotangent)
             for number in range(len(operands))
-        ]
-        if whole is not None and sums is None:
-            gradients[weight] = lax.with_sharding_constraint(gradients[weight], whole)
-        return tuple(gradients)
+        )
 
     run.defvjp(forward, backward)
     return [run(*args)]
@@ -135,7 +123,7 @@ def _gradient(function: Any, operands: Any, number: int, cotangent: Any) -> Any:
 
 
 def _weight_gradient(
-    eqn: Equation, operands: Any, weight: int, cotangent: Any, *, platform: str
+    eqn: Equation, operands: Any, cotangent: Any, *, weight: int, platform: str
 ) -> Any:
     value, widen_first = operands[weight], platform == "cpu"
     is_product = eqn.primitive.name in PRODUCTS

@@ -34,9 +34,8 @@ from meshwright.program.jaxpr.equations import (
 )
 from meshwright.program.jaxpr.names import module_of
 from meshwright.program.jaxpr.walks import called_programs, operand_of
-from meshwright.program.trace.adapters import Adapter, Split
+from meshwright.program.trace.adapters import Adapter, Split, is_reference
 from meshwright.program.trace.weight_views import View, moved, pieces
-from meshwright.program.trace.without_adapters import is_reference
 
 
 @dataclass

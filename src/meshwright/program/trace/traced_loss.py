@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 from meshwright.program.evaluate.index_ranges import wrong_indices
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
+from meshwright.program.trace.adapters import refuse_reference
 from meshwright.program.trace.add_adapters import add_adapters
 from meshwright.program.trace.keep_apart import apart
 from meshwright.program.trace.layout import Layout, stacked_layout
@@ -22,7 +23,6 @@ from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.model_program import ModelProgram
 from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.replaced_jax import device_reads
-from meshwright.program.trace.without_adapters import refuse_reference
 from meshwright.trees import Batch, check_num_samples
 from meshwright.weighted import Weighted
 

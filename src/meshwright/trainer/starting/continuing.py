@@ -16,7 +16,13 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState, copied
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.run_progress import Stop, StopReason
-from meshwright.trainer.starting.resume import ResumePoint, check_fits, restore
+from meshwright.trainer.starting.resume import (
+    ResumePoint,
+    check_fits,
+    first_difference,
+    restore,
+    shapes_of,
+)
 from meshwright.trainer.trained.fit_result import FitResult
 
 
@@ -112,19 +118,10 @@ def raise_interrupted(result: FitResult) -> None:
 
 
 def _check_same(before: CanonicalForm, after: CanonicalForm) -> None:
-    old, new = (
-        {
-            f"{group}: {path}": x.shape
-            for group, own in form.structs.items()
-            for path, x in own.items()
-        }
-        for form in (before, after)
-    )
-    different = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
-    if different:
-        first = different[0]
+    if found := first_difference(shapes_of(before), shapes_of(after)):
+        group, path, was, now = found
         raise UserError(
             "the model or the optimizer is not the one of the last fit",
-            why=f"`{first}` was {old.get(first, 'missing')} and is {new.get(first, 'missing')}",
+            why=f"`{group}: {path}` was {was} and is {now}",
             fix="write restart=True to start over",
         )

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshwright import processes
 from meshwright.config.microbatches import solve_pipeline_batch
-from meshwright.config.schema import PipelineConfig, ShardingConfig
+from meshwright.config.schema import PipelineConfig, Precision, ShardingConfig
 from meshwright.data.batches import form_of
 from meshwright.errors import UserError
+from meshwright.generation.model_facts import cache_shapes
+from meshwright.generation.text_settings import HALF
 from meshwright.hardware import Hardware
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.inputs.user_model import model_source
@@ -23,11 +26,14 @@ from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware, hardware_of
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.estimate.rollout_needs import RolloutNeeds
 from meshwright.planner.guidance.plan_report import AUTO, PlanReport, choose_plan, make_report
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import FixedSettings, PlanTask
+from meshwright.program.trace.build_model import ModelSource, abstract_model
+from meshwright.recipe import Recipe
+from meshwright.tasks.grpo import GRPO
 from meshwright.text.columns import as_text
-from meshwright.trainer.rollouts.rollout_memory import rollout_needs
 from meshwright.trainer.starting.fewer_processes import plan_for_remaining
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
 from meshwright.trees import Batch
@@ -114,14 +120,21 @@ def estimator_for(settings: TrainerSettings, batch: Batch) -> Estimator:
     """Return what estimates plans for a trainer's model."""
     planned = settings.mesh if isinstance(settings.mesh, Plan) else settings
     model = model_source(settings.model, settings.loss, lambda: batch)
+    return estimator_of(settings, model, batch, planned.precision)
+
+
+def estimator_of(
+    trained: TrainerSettings | Recipe, model: ModelSource, batch: Batch, precision: Precision
+) -> Estimator:
+    """Return what estimates plans for a model, with what a trainer or recipe says of training."""
     return Estimator(
         model,
-        settings.loss,
-        settings.whole_optimizer,
+        trained.loss,
+        trained.whole_optimizer,
         batch,
-        trainable=settings.trained,
-        precision=planned.precision,
-        rollout=rollout_needs(settings.task, model, planned.precision),
+        trainable=trained.trained,
+        precision=precision,
+        rollout=rollout_needs(trained.task, model, precision),
     )
 
 
@@ -207,3 +220,16 @@ def _fixed(settings: TrainerSettings) -> FixedSettings:
         num_microbatches=pipeline.num_microbatches,
         num_chunks=pipeline.num_chunks if "num_chunks" in given else None,
     )
+
+
+def rollout_needs(task: Any, model: ModelSource, precision: str) -> RolloutNeeds | None:
+    """Return what the rollouts of a task need; None if it has none."""
+    if not isinstance(task, GRPO):
+        return None
+    logits, cache = cache_shapes(
+        abstract_model(model), task.max_prompt_length, task.most_tokens, HALF.get(precision)
+    )
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
+    # Drawing keeps the logits in float32, with their order and the random numbers beside them.
+    sizes.append(3 * logits.size * jnp.dtype(jnp.float32).itemsize)
+    return RolloutNeeds(sum(sizes), task.generation_batch_size, task.needs_reference)

@@ -41,10 +41,14 @@ FIXED = (
 )  # fmt: skip
 """Sections of a config that affect results on any mesh; a resumed run must keep them."""
 
-_CHANGEABLE = (
+CHANGEABLE = (
     "model.mesh_shape", "data.workers", "data.prefetch", "data.cache_dir",
     "grpo.reward_seconds", "grpo.reward_processes", "generation.generation_batch_size",
 )  # fmt: skip
+"""Keys in them that cost time only, which a resumed run may change."""
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Shapes of arrays by group and canonical path."""
 
 
 @dataclass(frozen=True)
@@ -166,20 +170,35 @@ def earlier_evaluations(
 def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
     """Raise if the arrays of a checkpoint are not those of the run, and name the first of them."""
     saved = CheckpointReader(point.folder).shapes(point.step)
-    names = {"params": "parameter", "state": "state", "optimizer": "optimizer state"}
-    for group, name in names.items():
-        need = {path: tuple(struct.shape) for path, struct in form.structs[group].items()}
-        have = saved.get(group, {})
-        for path in dict.fromkeys([*need, *have]):
-            if have.get(path) != need.get(path):
-                raise UserError(
-                    f"the checkpoint {point.path} does not fit the "
-                    f"{'optimizer' if group == 'optimizer' else 'model'}",
-                    why=f"{name} `{path}` is {_shape(have, path)} in the checkpoint and "
-                    f"{_shape(need, path)} in the run",
-                    fix="use the model and the optimizer it was trained with, or another folder "
-                    f"({Setting('hydra.run.dir', ANY)})",
-                )
+    if found := first_difference(saved, shapes_of(form)):
+        group, path, have, need = found
+        name = {"params": "parameter", "optimizer": "optimizer state"}.get(group, "state")
+        raise UserError(
+            f"the checkpoint {point.path} does not fit the "
+            f"{'optimizer' if group == 'optimizer' else 'model'}",
+            why=f"{name} `{path}` is {have} in the checkpoint and {need} in the run",
+            fix="use the model and the optimizer it was trained with, or another folder "
+            f"({Setting('hydra.run.dir', ANY)})",
+        )
+
+
+def shapes_of(form: CanonicalForm) -> Shapes:
+    """Return the shapes of a state's arrays."""
+    return {
+        group: {path: tuple(struct.shape) for path, struct in own.items()}
+        for group, own in form.structs.items()
+    }
+
+
+def first_difference(have: Shapes, need: Shapes) -> tuple[str, str, str, str] | None:
+    """Return the group and the path of the first array that differs, and both shapes in words."""
+    for group in ("params", "state", "optimizer"):
+        own, other = have.get(group, {}), need.get(group, {})
+        for path in dict.fromkeys([*other, *own]):
+            if own.get(path) != other.get(path):
+                was, now = (str(list(s[path])) if path in s else "missing" for s in (own, other))
+                return group, path, was, now
+    return None
 
 
 def check_same_scale(point: ResumePoint, adapters: Iterable[Adapter]) -> None:
@@ -258,7 +277,7 @@ def _is_fixed(key: str) -> bool:
     def inside(sections: tuple[str, ...]) -> bool:
         return any(key == section or key.startswith(f"{section}.") for section in sections)
 
-    return inside(FIXED) and not inside(_CHANGEABLE)
+    return inside(FIXED) and not inside(CHANGEABLE)
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
@@ -309,7 +328,3 @@ def _newest_sound(
         fix = f"write {Setting('hydra.run.dir', ANY)} with a new folder to start over"
         raise all_damaged(reader.folder, damaged, fix)
     return {}
-
-
-def _shape(shapes: Mapping[str, tuple[int, ...]], path: str) -> str:
-    return str(list(shapes[path])) if path in shapes else "missing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -122,10 +123,7 @@ def no_rate_left(schedule: Callable[[int], Any] | None, done: int, steps: int | 
     """Warn if a run goes on after the end of its schedule, with a learning rate of 0."""
     if schedule is None or steps is None or steps - done < 2 or rate_at(schedule, steps - 2):
         return []
-    first, last = 0, steps - 2
-    while first < last:
-        middle = (first + last) // 2
-        first, last = (middle + 1, last) if rate_at(schedule, middle) else (first, middle)
+    first = bisect_left(range(steps - 2), True, key=lambda done: not rate_at(schedule, done))
     # A rate that is 0 from the beginning is meant.
     if not first or rate_at(schedule, steps - 1):
         return []

@@ -15,13 +15,12 @@ from meshwright.tasks.grpo import GRPO
 from meshwright.text.units import counted
 from meshwright.trainer.starting.learning_rate import find_schedule, rate_at
 from meshwright.trainer.starting.process_facts import optimizer_settings
+from meshwright.trainer.starting.resume import CHANGEABLE
 from meshwright.trainer.trainer_settings import TrainerSettings
 
 SAMPLED_STEPS = (0, 1, 10, 100, 1000, 10_000)
 """Where schedules are compared: their code may differ where their settings do not."""
 SHOWN = 4
-COSTS_TIME_ONLY = ("reward_seconds", "reward_processes", "generation_batch_size")
-"""Settings of rollouts that a resumed run may change."""
 
 
 def training_facts(trainer: TrainerSettings, assembled: Assembled) -> dict[str, Any]:
@@ -55,7 +54,8 @@ def training_facts(trainer: TrainerSettings, assembled: Assembled) -> dict[str, 
 
 def rollout_settings(task: GRPO) -> dict[str, Any]:
     """Return what decides completions and their scores: rewards by their names."""
-    found = task.model_dump(exclude={"rewards", "tokenizer", *COSTS_TIME_ONLY})
+    time_only = {key.rpartition(".")[2] for key in CHANGEABLE}
+    found = task.model_dump(exclude={"rewards", "tokenizer", *time_only})
     return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
 
 

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
-from meshwright.checkpoint.array_paths import ArraysByPath
+from meshwright.checkpoint.export import ArraysByPath
 from meshwright.config.argument_checks import check_path
 from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.generation.generate import generate
-from meshwright.generation.generated_rows import Generated
 from meshwright.generation.text_settings import HALF, read_text_settings
+from meshwright.generation.token_loop import Generated
 from meshwright.processes import broadcast, is_main
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
