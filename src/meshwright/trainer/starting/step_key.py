@@ -23,8 +23,8 @@ _NOT_TRACED = ("run", "data", "tracking", "checkpoint", "resume")
 def step_key(asked: FitSettings, assembled: Assembled, training: dict[str, Any]) -> str | None:
     """Return a hash of all that a step is made of, though its own program has not been traced.
 
-    The loss is in it as the program that was traced, the optimizer as its settings, and what makes a
-    step of them as the digest of Meshwright's code. None where other code could have a say: the
+    The loss is in it as the program that was traced, the optimizer as its settings, and what makes
+    a step of them as the digest of Meshwright's code. None where other code could have a say: the
     user's derivatives, for one, are not to be seen in a traced loss.
 
     Args:
@@ -36,8 +36,8 @@ def step_key(asked: FitSettings, assembled: Assembled, training: dict[str, Any])
     changed = any(is_users_file(str(module.__file__)) for module in (jax, flax, optax))
     if not own or changed or config_names_code() or disk_cache() is None:
         return None
-    # Of several devices, no one has compared what is compiled from a kept program.
-    if process_count() > 1 or assembled.mesh.size > 1:
+    # Processes would have to agree whether they have it; programs of stages are checked as text.
+    if process_count() > 1 or assembled.step.pipeline is not None:
         return None
     leaves = [(leaf.path, leaf.role, str(leaf.struct)) for leaf in assembled.traced.layout.leaves]
     settings = {name: each for name, each in jax.config.values.items() if "cache" not in name}
