@@ -20,6 +20,7 @@ from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.processes import process_count
 from meshwright.program.trace.traced_loss import Loss, trace_loss
 from meshwright.runtime.activity import activity
+from meshwright.runtime.garbage import few_collections
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.eval_step import (
@@ -71,6 +72,7 @@ class CompiledStep:
 
 
 @activity("compiling the step")
+@few_collections()
 def compile_step(
     assembled: Assembled,
     batch: Any,
