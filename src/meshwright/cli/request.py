@@ -213,7 +213,7 @@ def prepare_devices(config: Config, composed: Composed) -> Composed:
 
 
 def keep_programs(config: Config) -> None:
-    """Turn the compilation cache on or off, which waits for the devices if they decide."""
+    """Turn the compilation cache on or off; unless it is set, this waits for the devices."""
     from meshwright.compiled.disk_cache import use_disk_cache
 
     use_disk_cache(config.compilation_cache)

@@ -82,8 +82,7 @@ def compile_program(
     """Compile what ``jax.jit(f).lower(...)`` returned, and save its texts.
 
     With the compilation cache, what is known of a program is kept beside it. Without that, a
-    program from the cache is compiled once more. A ``key`` that stands for the program and all that
-    its compilation depends on saves reading its text.
+    program from the cache is compiled once more. A ``key`` saves reading its text.
     """
     options = dict(compiler_options or {})
     if disk_cache() is None:
@@ -92,9 +91,8 @@ def compile_program(
     key = key or key_of(lowered, options)
     kept = load_facts(key)
     compiled, dumped = _compile(lowered, options, dump=partitioned)
-    if kept is not None and kept.memory and not _incomplete(kept, partitioned=partitioned):
-        facts = kept
-    else:
+    facts = kept
+    if facts is None or not facts.memory or _incomplete(facts, partitioned=partitioned):
         # A program from the cache has no texts, which says nothing about the compiler.
         found = ProgramFacts(dumped or None, _text(compiled) or None, _memory(compiled))
         facts = found.completed(kept)

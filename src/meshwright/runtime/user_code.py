@@ -121,11 +121,6 @@ def explain_users_exception(error: Exception) -> UserError | None:
     )
 
 
-def config_names_code() -> bool:
-    """Whether a config has named any code of the user's so far."""
-    return bool(_own_roots)
-
-
 def is_named_by_config(name: str) -> bool:
     """Whether a file belongs to a package that a config names."""
     return any(name.startswith(root) for root in _own_roots)

@@ -11,8 +11,9 @@ import optax
 from meshwright.compiled.disk_cache import digest_here, disk_cache
 from meshwright.errors import Spelling, current_spelling
 from meshwright.processes import process_count
-from meshwright.runtime.user_code import config_names_code, is_users_file
-from meshwright.runtime.versions import installed_packages
+from meshwright.program.kernels.regions import describe
+from meshwright.runtime.user_code import is_users_file
+from meshwright.runtime.versions import installed_packages, users_code
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.fit_settings import FitSettings
 
@@ -26,18 +27,13 @@ def step_key(asked: FitSettings, assembled: Assembled, training: dict[str, Any])
     The loss is in it as the program that was traced, the optimizer as its settings, and what makes
     a step of them as the digest of Meshwright's code. None where other code could have a say: the
     user's derivatives, for one, are not to be seen in a traced loss.
-
-    Args:
-        asked: how to train.
-        assembled: the step.
-        training: what `training_facts` says of it.
+    ``training`` is what `training_facts` says of the step.
     """
     own = asked.recipe is not None and current_spelling() is Spelling.COMMAND_LINE
     changed = any(is_users_file(str(module.__file__)) for module in (jax, flax, optax))
-    if not own or changed or config_names_code() or disk_cache() is None:
-        return None
     # Processes would have to agree whether they have it; programs of stages are checked as text.
-    if process_count() > 1 or assembled.step.pipeline is not None:
+    apart = process_count() > 1 or assembled.step.pipeline is not None
+    if not own or changed or apart or users_code() or disk_cache() is None:
         return None
     leaves = [(leaf.path, leaf.role, str(leaf.struct)) for leaf in assembled.traced.layout.leaves]
     settings = {name: each for name, each in jax.config.values.items() if "cache" not in name}
@@ -47,6 +43,7 @@ def step_key(asked: FitSettings, assembled: Assembled, training: dict[str, Any])
             "config": {k: v for k, v in asked.config.items() if k not in _NOT_TRACED},
             "plan": assembled.plan.model_dump(mode="json"),
             "leaves": leaves,
+            "kernels": describe(assembled.decision.kernels.uses),
             "batch": [str(leaf) for leaf in assembled.traced.batch],
             "jax": sorted(settings.items()),
             "packages": installed_packages(),
