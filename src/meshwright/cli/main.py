@@ -125,7 +125,7 @@ def _run(arguments: Arguments, output: Output) -> int:
         from meshwright.cli.multirun import run_sweep
 
         return run_sweep(arguments, output)
-    from meshwright.cli.request import make_request
+    from meshwright.cli.request import keep_programs, make_request
 
     if arguments.has("--cfg"):
         from meshwright.cli.config import print_composed
@@ -133,12 +133,11 @@ def _run(arguments: Arguments, output: Output) -> int:
         return print_composed(arguments, output)
     waiting = activity("starting JAX") if arguments.command.needs_devices else nullcontext()
     with waiting, few_collections():
+        # Devices start meanwhile.
         request = make_request(arguments, output)
-        if arguments.command.needs_devices:
-            from meshwright.cli.request import start_devices
-
-            start_devices()
         module = importlib.import_module(arguments.command.module)
+        if arguments.command.needs_devices:
+            keep_programs(request.config)
     return _disconnected(int(module.run(request)))
 
 

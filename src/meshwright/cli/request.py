@@ -89,16 +89,15 @@ def make_request(arguments: Arguments, output: Output) -> Request:
     composed = compose(arguments)
     config = validate(composed)
     if arguments.command.needs_devices:
-        from meshwright.compiled.disk_cache import use_disk_cache
-
         composed = prepare_devices(config, composed)
-        use_disk_cache(config.compilation_cache)
+        start_devices()
         _compare(arguments, config)
         if config.mesh.auto or config.training.micro_batch_size == "auto":
             from rich.text import Text
 
             from meshwright.cli.auto_settings import choose_settings
 
+            keep_programs(config)
             config, composed, line = choose_settings(config, composed)
             output.say(Text(line))
     return Request(arguments, composed, config, output)
@@ -213,6 +212,13 @@ def prepare_devices(config: Config, composed: Composed) -> Composed:
     return replace(composed, run_dir=Path(run_dir), sweep_dir=Path(sweep_dir))
 
 
+def keep_programs(config: Config) -> None:
+    """Turn the compilation cache on or off; unless it is set, this waits for the devices."""
+    from meshwright.compiled.disk_cache import use_disk_cache
+
+    use_disk_cache(config.compilation_cache)
+
+
 def start_devices() -> None:
     """Start JAX's devices in a thread, if this is the only process.
 
@@ -220,6 +226,9 @@ def start_devices() -> None:
     devices meanwhile waits for them, and sees the error if they do not start. Several processes
     start theirs together, where each of them waits for the others.
     """
+    # Two threads must not import it at once.
+    import jax  # noqa: F401
+
     if process_count() == 1:
         # Not a daemon: a command that ends early must not leave in the middle of it.
         threading.Thread(target=_start, name="device-start").start()

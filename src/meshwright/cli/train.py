@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grain  # noqa: F401  (reading data needs it; devices start while it is imported)
 from rich.text import Text
 
 from meshwright.cli.invocation import invoked_as

@@ -73,23 +73,29 @@ class CompiledProgram:
 
 
 def compile_program(
-    lowered: Any, compiler_options: Mapping[str, Any] | None = None, *, partitioned: bool = True
+    lowered: Any,
+    compiler_options: Mapping[str, Any] | None = None,
+    *,
+    partitioned: bool = True,
+    key: str | None = None,
 ) -> CompiledProgram:
     """Compile what ``jax.jit(f).lower(...)`` returned, and save its texts.
 
     With the compilation cache, what is known of a program is kept beside it. Without that, a
-    program from the cache is compiled once more.
+    program from the cache is compiled once more. A ``key`` saves reading its text.
     """
     options = dict(compiler_options or {})
     if disk_cache() is None:
         compiled, dumped = _compile(lowered, options, dump=partitioned)
         return CompiledProgram(compiled, ProgramFacts(dumped, None, None))
-    key = key_of(lowered, options)
+    key = key or key_of(lowered, options)
     kept = load_facts(key)
     compiled, dumped = _compile(lowered, options, dump=partitioned)
-    # A program from the cache has no texts, which says nothing about the compiler.
-    found = ProgramFacts(dumped or None, _text(compiled) or None, _memory(compiled))
-    facts = found.completed(kept)
+    facts = kept
+    if facts is None or not facts.memory or _incomplete(facts, partitioned=partitioned):
+        # A program from the cache has no texts, which says nothing about the compiler.
+        found = ProgramFacts(dumped or None, _text(compiled) or None, _memory(compiled))
+        facts = found.completed(kept)
     # On GPUs processes compile together, and would wait for one that does not.
     if agree(_incomplete(facts, partitioned=partitioned)):
         with no_disk_cache():

@@ -127,7 +127,7 @@ def _by_default() -> bool:
     values = jax.config.values
     if values[_FOLDER] or not values[_ENABLED]:
         return False
-    return jax.default_backend() != "cpu" and process_count() == 1
+    return process_count() == 1 and jax.default_backend() != "cpu"
 
 
 def _absolute(folder: str | os.PathLike[str]) -> str:
@@ -198,43 +198,65 @@ def key_of(lowered: Any, compiler_options: Mapping[str, Any]) -> str:
 
     Names of modules are part of it, lines of source files are not.
     """
-    text, devices = lowered.as_text(debug_info=True), jax.devices()
+    text = lowered.as_text(debug_info=True)
     names = dict(_NAMED.findall(text))
     named = _REFERENCE.sub(lambda match: f"loc({names.get(match[1], '')})", text)
     depends_on = {
         "program": _INNER.sub("", _DEFINITION.sub("", named)),
         "options": sorted(map(repr, {**compiler_options, **compiler_options_of(lowered)}.items())),
+    }
+    return digest_here(depends_on)
+
+
+def digest_here(values: Mapping[str, Any]) -> str:
+    """Return a hash of values, and of the flags, versions and devices of this process."""
+    devices = jax.devices()
+    surroundings = {
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         "versions": [package_versions(), devices[0].client.platform_version],
         "devices": [[d.device_kind, d.process_index, getattr(d, "coords", None)] for d in devices],
         "format": _FORMAT,
     }
-    return hashlib.sha256(json.dumps(depends_on, default=repr).encode()).hexdigest()
+    whole = json.dumps({**values, **surroundings}, default=repr)
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def load_facts(key: str) -> ProgramFacts | None:
     """Return what was kept under a key; None if nothing was, or it cannot be read."""
+    content = load_content(f"{key}{_ENDING}")
     try:
-        values = json.loads(gzip.decompress((_folder() / f"{key}{_ENDING}").read_bytes()))
+        values = json.loads(content or b"")
         memory = values["memory"]
         return ProgramFacts(
             values["partitioned"],
             values["optimized"],
             None if memory is None else MemoryUse(**memory),
         )
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def keep_facts(key: str, facts: ProgramFacts) -> None:
     """Keep facts under a key; several processes may do so at once."""
+    keep_content(f"{key}{_ENDING}", json.dumps(asdict(facts)).encode())
+
+
+def load_content(name: str) -> bytes | None:
+    """Return what was kept beside the cache under a name; None if it is not there or damaged."""
+    try:
+        return gzip.decompress((_folder() / name).read_bytes())
+    except (OSError, EOFError, zlib.error):
+        return None
+
+
+def keep_content(name: str, content: bytes) -> None:
+    """Keep a file beside the cache, compressed; several processes may do so at once."""
     folder = _folder()
-    content = gzip.compress(json.dumps(asdict(facts)).encode(), compresslevel=4)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f".new-{uuid.uuid4().hex}"
-        new.write_bytes(content)
-        new.replace(folder / f"{key}{_ENDING}")
+        new.write_bytes(gzip.compress(content, compresslevel=4))
+        new.replace(folder / name)
     except OSError as error:
         warn_unwritable(str(folder), error.strerror or str(error))
         return

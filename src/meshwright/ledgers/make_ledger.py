@@ -67,13 +67,13 @@ def make_ledger(assembled: Assembled, batch: Any) -> Ledger:
     return read_ledger(assembled, program, compile_seconds=time.perf_counter() - started)
 
 
-def lower_step(assembled: Assembled, batch: Any) -> Any:
-    """Lower the step for batches of this shape, ready to be compiled."""
+def lower_step(assembled: Assembled, batch: Any, key: str | None = None) -> Any:
+    """Lower the step for batches of this shape, ready to be compiled; see `TrainStep.lower`."""
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=assembled.step.shardings.batch)
         for leaf in jax.tree.leaves(batch)
     ]
-    return assembled.step.lower(leaves)
+    return assembled.step.lower(leaves, key)
 
 
 def read_ledger(

@@ -34,6 +34,11 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+def installed_packages() -> list[str]:
+    """Return the names and versions of all packages that can be imported."""
+    return sorted({path.name for each in sys.path for path in Path(each).glob("*.dist-info")})
+
+
 def users_code(*objects: Any) -> dict[str, str]:
     """Return digests of the user's modules, by name: of these objects and those a config names.
 

@@ -34,6 +34,7 @@ from meshwright.program.trace.replaced_jax import device_reads
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.program.trace.trained_leaves import Trained
 from meshwright.runtime.activity import activity
+from meshwright.runtime.garbage import few_collections
 from meshwright.runtime.user_code import doing
 from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, to_spec
@@ -202,6 +203,7 @@ def set_eval_mode(model: Any) -> None:
 
 
 @activity("tracing the loss")
+@few_collections()
 def assemble(
     model: ModelSource,
     loss: Loss,

@@ -21,6 +21,7 @@ from meshwright.compiled.compile_program import (
     known_options,
     quick_options,
 )
+from meshwright.compiled.kept_program import kept_program
 from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan
@@ -92,22 +93,22 @@ class TrainStep:
         if pipeline is None:
             self._forward = planned_forward(traced, decision, plan, mesh, wide=wide)
         self.shardings = self._make_shardings()
-        compiled = functools.partial(
+        self._jit = functools.partial(
             jax.jit,
-            self._update,
             donate_argnums=0,
             in_shardings=(self.shardings.state, self.shardings.batch),
             out_shardings=(self.shardings.state, NamedSharding(mesh, PartitionSpec())),
         )
         # JAX takes compiler options only where the step is not part of another program.
-        self._traceable = compiled()
+        self._traceable = self._jit(self._update)
         # A wide step is compiled like the reference: schedules compute in float32, where both must
         # round alike. Any other is compiled as it is trained, in proofs too.
         options = quick_options() if wide else {}
         if mesh.devices.flat[0].platform == "gpu":
             products = product_options(traced.closed.jaxpr, decision.kernels)
             options = known_options(products | collective_options(traced, plan)) | options
-        self._jitted = compiled(compiler_options=options) if options else self._traceable
+        self._options: dict[str, Any] = {"compiler_options": options} if options else {}
+        self._jitted = self._jit(self._update, **self._options) if options else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Run one step on a batch's leaves; the old state is donated."""
@@ -145,9 +146,18 @@ class TrainStep:
         if self.pipeline is not None:
             check_exchanges(program.optimized, self.mesh)
 
-    def lower(self, batch: Sequence[Any]) -> Any:
-        """Lower the step for compilation without running it."""
-        return self._jitted.lower(self.abstract_state(), list(batch))
+    def lower(self, batch: Sequence[Any], key: str | None = None) -> Any:
+        """Lower the step for compilation without running it.
+
+        A key that stands for the step and all that its lowering depends on lets later processes
+        load what this one has lowered.
+        """
+        arguments = self.abstract_state(), list(batch)
+        if key is not None:
+            kept = kept_program(self._traceable, arguments, key, self._jit)
+            if kept is not None:
+                return self._jit(kept, **self._options).lower(*arguments)
+        return self._jitted.lower(*arguments)
 
     def fresh_state(self, leaves: Sequence[Any]) -> TrainState:
         """Return the initial state for these values of the step's leaves (traceable)."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jax
@@ -20,6 +20,7 @@ from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.processes import process_count
 from meshwright.program.trace.traced_loss import Loss, trace_loss
 from meshwright.runtime.activity import activity
+from meshwright.runtime.garbage import few_collections
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.eval_step import (
@@ -71,21 +72,23 @@ class CompiledStep:
 
 
 @activity("compiling the step")
+@few_collections()
 def compile_step(
     assembled: Assembled,
     batch: Any,
     *,
     meanwhile: Callable[[], None] | None = None,
     if_long: Callable[[], None] | None = None,
+    key: str | None = None,
 ) -> CompiledStep:
-    """Compile the step for batches of this shape.
+    """Compile the step for batches of this shape; a ``key`` stands for it, see `TrainStep.lower`.
 
     ``meanwhile`` is called while it compiles, or is read from the cache, in another thread, and
     then ``if_long`` if it compiles. Several processes call neither.
     """
-    lowered = lower_step(assembled, batch)
+    compile_it = partial(compile_program, lower_step(assembled, batch, key), key=key)
     started = time.perf_counter()
-    program = _compile_beside(lowered, meanwhile, if_long)
+    program = _compile_beside(compile_it, meanwhile, if_long)
     seconds = time.perf_counter() - started
     assembled.step.check(program)
     return CompiledStep(
@@ -98,13 +101,15 @@ def compile_step(
 
 
 def _compile_beside(
-    lowered: Any, meanwhile: Callable[[], None] | None, if_long: Callable[[], None] | None
+    compile_it: Callable[[], CompiledProgram],
+    meanwhile: Callable[[], None] | None,
+    if_long: Callable[[], None] | None,
 ) -> CompiledProgram:
     # Several processes compile in the same order, and agree from one thread.
     if meanwhile is None or process_count() > 1:
-        return compile_program(lowered)
+        return compile_it()
     thread = ThreadPoolExecutor(1, "step")
-    compiling = thread.submit(copy_context().run, compile_program, lowered)
+    compiling = thread.submit(copy_context().run, compile_it)
     thread.shutdown(wait=False)
     meanwhile()
     if if_long is not None and wait([compiling], CACHED_SECONDS).not_done:

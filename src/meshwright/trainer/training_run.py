@@ -72,6 +72,7 @@ from meshwright.trainer.starting.run_warnings import (
 )
 from meshwright.trainer.starting.same_training import training_facts
 from meshwright.trainer.starting.start import Start
+from meshwright.trainer.starting.step_key import step_key
 from meshwright.trainer.trained.base_weights import keep_base
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trained.text_sample import TextSample, generate_sample
@@ -223,6 +224,7 @@ class TrainingRun:
             self._batch,
             meanwhile=self._restoring.prepare,
             if_long=evaluator and evaluator.compile_ahead,
+            key=step_key(self._asked, self._assembled, self._metadata.training),
         )
 
     def _keep_base(self, state: TrainState) -> None:
