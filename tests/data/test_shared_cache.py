@@ -25,8 +25,8 @@ pytestmark = pytest.mark.quick
 
 READ = """
 import sys, time, resource
-from meshwright.data import documents, jsonl, token_cache
-jsonl.BLOCK_BYTES, documents.BATCH_SIZE, token_cache.NOTE_SECONDS = 2000, 2000, 0
+from meshwright.data import documents, record_formats, token_cache
+record_formats.BLOCK_BYTES, documents.BATCH_SIZE, token_cache.NOTE_SECONDS = 2000, 2000, 0
 real = token_cache.tokenized
 def slowly(*arguments):
     for batch in real(*arguments):
@@ -34,7 +34,7 @@ def slowly(*arguments):
         time.sleep(float(sys.argv[3]))
         yield batch
 token_cache.tokenized = slowly
-jsonl.JsonLines(path=sys.argv[1], cache_dir=sys.argv[2], sequence_length=32).source()
+record_formats.JsonLines(path=sys.argv[1], cache_dir=sys.argv[2], sequence_length=32).source()
 print("done", flush=True)
 """
 
