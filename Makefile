@@ -65,8 +65,9 @@ lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
+# A large young generation spares V8 a tenth of the time, in which it would copy what lives long.
 types: setup
-	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+	@NODE_OPTIONS=--max-semi-space-size=256 $(BIN)/basedpyright --pythonpath $(BIN)/python
 
 suite: setup
 	@$(PYTEST) -m $(EVERYDAY)

@@ -25,6 +25,10 @@ def quick_module():
         yield
 
 
+_initializers = {}
+"""Functions that draw initial values, compiled quickly: all tests of a process share them."""
+
+
 def compile_quickly(monkeypatch):
     """Give every program Meshwright compiles the quick options."""
     compiled = jax.jit
@@ -39,5 +43,5 @@ def compile_quickly(monkeypatch):
 
     quick_options()
     # Initializers compiled before were compiled otherwise, and later ones will be again.
-    monkeypatch.setattr(initial_state, "_functions", {})
+    monkeypatch.setattr(initial_state, "_functions", _initializers)
     monkeypatch.setattr(jax, "jit", jit)

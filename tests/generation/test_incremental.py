@@ -28,7 +28,7 @@ from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.recipe import make_model_source
 
 LENGTH, PROMPT = 24, 12
-EVERY_DAY = ("window", "flax", "lstm", "without_padding", "chunks")
+EVERY_DAY = ("window", "flax", "lstm")
 FULL = ("chunks_state", "chunks_decay", "fourier", "sorted")
 
 

@@ -138,11 +138,11 @@ def reductions(assembled):
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_between_processes_on_cpus_all_gradients_are_one_array(through_gloo, count):
     joined = step_for({"data": 4}, 1, count=count)
-    whole = step_for({}, 1, count=count)
-    for a, b in zip(gradients(whole), gradients(joined), strict=True):
+    expected = gradients(step_for({}, 1, count=count))
+    for a, b in zip(expected, gradients(joined), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
     # The gradients, the loss and the weights of its samples.
-    numbers = sum(value.size for value in gradients(whole)) + 2
+    numbers = sum(value.size for value in expected) + 2
     assert [kind.split("{")[0] for kind in reductions(joined)] == [f"f32[{numbers}]"]
     axis = make_ledger(joined, BATCH).axes["data"]
     assert axis.sent_bytes == count * (2 * 3 / 4 * 4 * numbers)

@@ -128,7 +128,7 @@ def run(tmp_path_factory, quick_module):
         "mesh.fsdp=8",
         "training.steps=1",
         "training.global_batch_size=8",
-        "training.sample_tokens=2",
+        "training.sample_tokens=0",
         "data.eval_fraction=0",
         "optimizer=sgd",
         "optimizer.schedule=constant",

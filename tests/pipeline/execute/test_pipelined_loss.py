@@ -104,7 +104,7 @@ def compare(name, mesh, schedule, *, blocks=4, **options):
         pytest.param("gpipe", {"pipe": 4}, {"blocks": 6}, marks=pytest.mark.full),
         ("1f1b", CUBE, {}),
         ("interleaved", {"pipe": 2, "data": 4}, {"every": 4}),
-        ("zb_h1", {"pipe": 4}, {}),
+        pytest.param("zb_h1", {"pipe": 4}, {}, marks=pytest.mark.full),
     ],
 )
 def test_every_schedule_trains_like_one_device(schedule, mesh, options):

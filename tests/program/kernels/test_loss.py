@@ -97,7 +97,7 @@ def test_every_loss_equals_the_plain_program():
 
 PARTS = [
     (4, 12, 32, (0, 2)),
-    (1, 24, 2, (1, 12)),
+    pytest.param(1, 24, 2, (1, 12), marks=pytest.mark.full),
     pytest.param(1, 15, 4, (1, 5), marks=pytest.mark.full),
     pytest.param(11, 2, 2, (0, 11), marks=pytest.mark.full),
 ]

@@ -154,7 +154,7 @@ def check_minimum(ledger):
     [
         pytest.param("own LSTM", "data=8", marks=pytest.mark.full),
         ("LSTM", "fsdp=4,tensor=2"),
-        ("block twice", "data=8"),
+        pytest.param("block twice", "data=8", marks=pytest.mark.full),
     ],
 )
 def test_gradients_of_weights_read_many_times_are_reduced_once(name, mesh):

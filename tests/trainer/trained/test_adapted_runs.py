@@ -46,24 +46,31 @@ def trainer(**settings):
     return mw.Trainer(**{**parts, "lora": mw.LoRA(rank=2), **settings})
 
 
-def fit(folder, steps, **settings):
-    run = trainer(**settings)
+def fit(folder, steps, own=None, **settings):
     checkpoint = mw.CheckpointConfig(every=2)
-    return run.fit(DATA, steps=steps, batch_size=8, run_dir=folder, checkpoint=checkpoint)
+    settings = {"batch_size": 8, "checkpoint": checkpoint, **settings}
+    return (own or trainer()).fit(DATA, steps=steps, run_dir=folder, **settings)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, quick_module):
+def own(quick_module):
+    """A trainer, whose programs several runs share."""
+    return trainer()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, own):
     folder = tmp_path_factory.mktemp("adapted") / "run"
-    return fit(folder, 4)
+    return fit(folder, 4, own)
 
 
-def test_a_checkpoint_holds_the_adapters_alone_and_resumes_bit_by_bit(run, tmp_path):
+def test_a_checkpoint_holds_the_adapters_alone_and_resumes_bit_by_bit(run, own, tmp_path):
     shapes = CheckpointReader(run.run_dir / "checkpoints").shapes(4)
     factors = {"lora.first.kernel.a", "lora.first.kernel.b", "lora.last.kernel.a"}
     assert set(shapes["params"]) == factors | {"lora.last.kernel.b"} == set(run.params)
     assert not shapes.get("state")
-    fit(tmp_path / "again", 2)
+    fit(tmp_path / "again", 2, own, restart=True)
+    # The second part is that of a trainer that knows nothing.
     resumed = fit(tmp_path / "again", 4)
     for path, value in run.params.items():
         np.testing.assert_array_equal(resumed.params[path], value)
@@ -100,7 +107,7 @@ def test_another_alpha_is_refused(run):
 def test_patterns_freeze_the_rest(tmp_path):
     settings = {"lora": None, "trainable": ["last.**"]}
     before = Net(rngs=nnx.Rngs(0))
-    run = fit(tmp_path / "run", 2, **settings)
+    run = fit(tmp_path / "run", 2, trainer(**settings))
     assert set(run.params) == {"last.kernel", "last.bias"}
     loaded = mw.load_model(tmp_path / "run", model=Net)
     np.testing.assert_array_equal(loaded.first.kernel[...], before.first.kernel[...])
