@@ -133,7 +133,6 @@ def _run(arguments: Arguments, output: Output) -> int:
         return print_composed(arguments, output)
     waiting = activity("starting JAX") if arguments.command.needs_devices else nullcontext()
     with waiting, few_collections():
-        # Devices start meanwhile.
         request = make_request(arguments, output)
         module = importlib.import_module(arguments.command.module)
         if arguments.command.needs_devices:

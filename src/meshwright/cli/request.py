@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
@@ -227,16 +227,14 @@ def start_devices() -> None:
     start theirs together, where each of them waits for the others.
     """
     # Two threads must not import it at once.
-    import jax  # noqa: F401
+    import jax
 
     if process_count() == 1:
         # Not a daemon: a command that ends early must not leave in the middle of it.
-        threading.Thread(target=_start, name="device-start").start()
+        threading.Thread(target=_start, args=(jax,), name="device-start").start()
 
 
-def _start() -> None:
-    import jax
-
+def _start(jax: Any) -> None:
     with suppress(Exception):
         if jax.default_backend() != "cpu":
             jax.random.key_data(jax.random.key(0)).block_until_ready()

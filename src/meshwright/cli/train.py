@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 from collections.abc import Generator
@@ -11,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grain  # noqa: F401  (reading data needs it; devices start while it is imported)
 from rich.text import Text
 
 from meshwright.cli.invocation import invoked_as
@@ -31,6 +31,9 @@ from meshwright.trainer.run_dir import claimed_folder
 from meshwright.trainer.starting.resume import find_resume_point
 from meshwright.trainer.starting.run_warnings import fitting_warmup, schedule_warnings
 from meshwright.trainer.trained.fit_result import summarize
+
+# Reading the data imports it anyway, but then the devices wait; now they start.
+importlib.import_module("grain")
 
 
 def run(request: Request) -> int:

@@ -59,7 +59,7 @@ def kept_program(
         module_kept_var_idx=tuple(facts["arguments"]),
     )
 
-    def called(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    def called(state: Any, batch: Any) -> Any:
         return whole.call(state, batch)
 
     called.__name__ = called.__qualname__ = jitted.__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax
@@ -21,7 +22,7 @@ _NOT_TRACED = ("run", "data", "tracking", "checkpoint", "resume")
 """Keys of a config that no program depends on, but for what the traced loss and the rates show."""
 
 
-def step_key(asked: FitSettings, assembled: Assembled, training: dict[str, Any]) -> str | None:
+def step_key(asked: FitSettings, assembled: Assembled, training: Mapping[str, Any]) -> str | None:
     """Return a hash of all that a step is made of, though its own program has not been traced.
 
     The loss is in it as the program that was traced, the optimizer as its settings, and what makes
@@ -36,7 +37,6 @@ def step_key(asked: FitSettings, assembled: Assembled, training: dict[str, Any])
     if not own or changed or apart or users_code() or disk_cache() is None:
         return None
     leaves = [(leaf.path, leaf.role, str(leaf.struct)) for leaf in assembled.traced.layout.leaves]
-    settings = {name: each for name, each in jax.config.values.items() if "cache" not in name}
     return digest_here(
         {
             "training": training,
@@ -45,7 +45,7 @@ def step_key(asked: FitSettings, assembled: Assembled, training: dict[str, Any])
             "leaves": leaves,
             "kernels": describe(assembled.decision.kernels.uses),
             "batch": [str(leaf) for leaf in assembled.traced.batch],
-            "jax": sorted(settings.items()),
+            "jax": sorted(kv for kv in jax.config.values.items() if "cache" not in kv[0]),
             "packages": installed_packages(),
         }
     )
