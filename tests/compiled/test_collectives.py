@@ -637,8 +637,8 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 def test_bytes_add_up_by_axes() -> None:
     text = written("""
   a = f32[64,4]{1,0} all-reduce(p), replica_groups=[2,4]<=[8], to_apply=add
-  b = f32[64,4]{1,0} all-reduce(a), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=add
-  ROOT c = f32[64,4]{1,0} all-reduce(b), replica_groups=[2,4]<=[8], to_apply=add
+  b = f32[64,4]{1,0} all-reduce(p), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=add
+  ROOT c = f32[64,4]{1,0} all-reduce(p), replica_groups=[2,4]<=[8], to_apply=add
 """)
     assert sent_by_axes(read_collectives(text, DATA_FSDP)) == {
         ("fsdp",): 2 * 1.5 * WHOLE,
