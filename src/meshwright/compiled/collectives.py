@@ -79,9 +79,9 @@ def read_collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[Collec
     too; its combined collectives are listed one by one. Compilers without a reduce-scatter write an
     all-reduce of which every device keeps only its own slice: it is listed as a reduce-scatter over
     the axes that slice it, plus an all-reduce of the slice over the other axes. Partial sums that
-    are reduced one by one and then added are listed as one reduction, and so is what is reduced
-    over some axes and then over others: the GPU compiler merges them
-    (benchmarks/results/gpu_reductions.json).
+    are reduced one by one and then added are listed as one reduction, because the GPU compiler
+    merges them (benchmarks/results/gpu_reductions.json). It also joins, and so do we, what is
+    reduced over some axes and then over others.
     """
     return collectives_of(parse_hlo(hlo_text), mesh_axes)
 
