@@ -89,25 +89,9 @@ class Plan(Frozen):
             )
         if self.size("pipe") > 1:
             self._check_pipeline()
-        self._check_context()
+        every = self.batch.sync_gradients_every
+        check_context(self.size(CONTEXT), stages=self.size(PIPE), sync_gradients_every=every)
         return self
-
-    def _check_context(self) -> None:
-        """Refuse what cannot be combined with rows that are divided."""
-        stages, every = self.size(PIPE), self.batch.sync_gradients_every
-        if self.size(CONTEXT) == 1 or stages == every == 1:
-            return
-        other = Setting("mesh.pipe", stages)
-        why = "stages do different work at the same time and cannot wait for other stages' rows"
-        if stages == 1:
-            other = Setting("training.sync_gradients_every", every)
-            why = "devices that accumulate gradients of their own samples need whole rows"
-        raise UserError(
-            f"{Setting('mesh.context', self.size(CONTEXT))} cannot be combined with {other}",
-            why=why,
-            fix=f"leave one of the two out; {Setting('mesh.fsdp')} and {Setting('mesh.tensor')} "
-            f"can be combined with {Setting('mesh.context')}",
-        )
 
     def _check_pipeline(self) -> None:
         steps, count = self.batch.gradient_accumulation_steps, self.num_microbatches
@@ -201,6 +185,23 @@ class Plan(Frozen):
         except UserError:
             return False
         return True
+
+
+def check_context(size: int, *, stages: int, sync_gradients_every: int) -> None:
+    """Refuse what cannot be combined with rows that are divided."""
+    if size == 1 or stages == sync_gradients_every == 1:
+        return
+    other = Setting("mesh.pipe", stages)
+    why = "stages do different work at the same time and cannot wait for other stages' rows"
+    if stages == 1:
+        other = Setting("training.sync_gradients_every", sync_gradients_every)
+        why = "devices that accumulate gradients of their own samples need whole rows"
+    raise UserError(
+        f"{Setting('mesh.context', size)} cannot be combined with {other}",
+        why=why,
+        fix=f"leave one of the two out; {Setting('mesh.fsdp')} and {Setting('mesh.tensor')} "
+        f"can be combined with {Setting('mesh.context')}",
+    )
 
 
 def make_plan(config: Config, num_devices: int) -> Plan:

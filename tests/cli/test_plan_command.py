@@ -280,6 +280,10 @@ def test_without_hardware_it_plans_for_what_is_there(plan):
         (["hardware=8"], "write it as 8xH100"),
         (["hardware=8xH100", "mesh.fsdp=0"], "1 leaves it unused"),
         (["hardware=8xA100-40GB", "mesh.tensor=3"], "  mesh.tensor=3, which does not divide 8"),
+        (
+            ["hardware=8xA100-40GB", "mesh.context=4", "mesh.pipe=2"],
+            "mesh.context=4 cannot be combined with mesh.pipe=2",
+        ),
         (["hardware=8xA100-40GB", "--memory-share", "2"], "--memory-share 2 is not valid"),
         (["hardware=8xA100-40GB", "--tokens", "many"], "`many` is not an amount of training"),
         (["hardware=8xA100-40GB", "--tokens", "1B", "--epochs", "2"], "are both given"),

@@ -389,6 +389,21 @@ def parts(text: str, mesh: dict[str, int]) -> list[tuple[str, tuple[str, ...], i
     return [(c.kind, c.axes, c.payload_bytes) for c in read_collectives(text, mesh)]
 
 
+def test_a_value_reduced_over_one_axis_and_then_another_is_reduced_once() -> None:
+    mesh = build_mesh({"data": 2, "context": 4})
+    by_device = NamedSharding(mesh, P("data", "context"))
+
+    def total(x: jax.Array, twice: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.einsum("btc,btd->cd", x, x), jnp.einsum("btc->bc", twice)
+
+    shapes = [jax.ShapeDtypeStruct((4, 8, WIDTH), "float32", sharding=by_device)] * 2
+    lowered = jax.jit(total, out_shardings=NamedSharding(mesh, P())).lower(*shapes)
+    found = read_collectives(compile_program(lowered).partitioned, dict(mesh.shape))
+    reduced = {(c.axes, c.payload_bytes) for c in found if c.kind == "all-reduce"}
+    # What is gathered after its reduction stays a reduction of its own.
+    assert reduced == {(("data", "context"), 4 * WIDTH * WIDTH), (("context",), 4 * 2 * WIDTH)}
+
+
 def test_an_all_reduce_sliced_over_all_its_axes_is_a_reduce_scatter() -> None:
     text = written(offsets("{0, 8, 16, 24, 32, 40, 48, 56}", "[1,8]<=[8]"))
     assert parts(text, {"fsdp": 8}) == [("reduce-scatter", ("fsdp",), WHOLE)]
@@ -622,8 +637,8 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 def test_bytes_add_up_by_axes() -> None:
     text = written("""
   a = f32[64,4]{1,0} all-reduce(p), replica_groups=[2,4]<=[8], to_apply=add
-  b = f32[64,4]{1,0} all-reduce(a), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=add
-  ROOT c = f32[64,4]{1,0} all-reduce(b), replica_groups=[2,4]<=[8], to_apply=add
+  b = f32[64,4]{1,0} all-reduce(p), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=add
+  ROOT c = f32[64,4]{1,0} all-reduce(p), replica_groups=[2,4]<=[8], to_apply=add
 """)
     assert sent_by_axes(read_collectives(text, DATA_FSDP)) == {
         ("fsdp",): 2 * 1.5 * WHOLE,

@@ -80,7 +80,8 @@ def read_collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[Collec
     all-reduce of which every device keeps only its own slice: it is listed as a reduce-scatter over
     the axes that slice it, plus an all-reduce of the slice over the other axes. Partial sums that
     are reduced one by one and then added are listed as one reduction, because the GPU compiler
-    merges them (benchmarks/results/gpu_reductions.json).
+    merges them (benchmarks/results/gpu_reductions.json). It also joins, and so do we, what is
+    reduced over some axes and then over others.
     """
     return collectives_of(parse_hlo(hlo_text), mesh_axes)
 
@@ -144,7 +145,24 @@ class _Reader:
             if instruction.opcode == "conditional":
                 inside = [max(inside, key=lambda part: sum(c.sent_bytes for c in part), default=[])]
             collectives += chain.from_iterable(inside)
-        return collectives
+        return self._joined(scope.computation, collectives)
+
+    def _joined(self, computation: Computation, found: list[Collective]) -> list[Collective]:
+        """Join each all-reduce of what was reduced over other axes before with that one."""
+        whole = {c.name: c for c in found if c.kind == "all-reduce"}
+        for instruction in computation.instructions:
+            outer = whole.get(instruction.name)
+            inner = whole.get(instruction.operands[0]) if instruction.operands else None
+            if outer is None or inner is None or len(computation.users[inner.name]) > 1:
+                continue
+            both = {*outer.axes, *inner.axes}
+            axes = tuple(axis for axis in self.mesh.names if axis in both)
+            parts = sum(c.name in (inner.name, outer.name) for c in found)
+            if len(axes) == len(outer.axes) + len(inner.axes) and parts == 2:
+                joined = replace(outer, axes=axes, group_size=self.mesh.size(axes))
+                found = [joined if c is outer else c for c in found if c is not inner]
+                whole[outer.name] = joined
+        return found
 
     def _collectives(
         self, scope: Scope, instruction: Instruction, result: Instruction, count: int

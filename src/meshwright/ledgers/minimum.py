@@ -130,16 +130,18 @@ def _gather_updated(weight: PlacedWeight, plan: Plan) -> Iterator[Needed]:
 
 def _reduction(weight: PlacedWeight, plan: Plan, times: int) -> Iterator[Needed]:
     """Yield how a gradient is reduced over the devices that have other samples or positions."""
-    fsdp, data = plan.size("fsdp"), plan.size("data")
+    fsdp = plan.size("fsdp")
     weight = weight._replace(nbytes=weight.nbytes * weight.reduced)
     if fsdp > 1:
         sharded = weight.on_fsdp and plan.sharding.zero > 1
         kind = "reduce-scatter" if sharded else "all-reduce"
         yield Needed("fsdp", kind, weight.nbytes, times, fsdp, weight.module)
-    for axis, size in (("data", data), (CONTEXT, plan.size(CONTEXT))):
-        # Only one fsdp shard of each gradient goes over the slower axes.
-        if size > 1:
-            yield Needed(axis, "all-reduce", weight.nbytes / fsdp, times, size, weight.module)
+    nbytes = weight.nbytes / fsdp
+    for axis in (CONTEXT, "data"):
+        # Only one shard of each gradient goes over the slower axes.
+        if (size := plan.size(axis)) > 1:
+            yield Needed(axis, "all-reduce", nbytes, times, size, weight.module)
+            nbytes /= size
 
 
 def _event_needs(

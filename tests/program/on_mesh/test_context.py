@@ -239,10 +239,10 @@ def test_decoders_as_users_write_them_have_the_numbers_of_one_device_or_are_refu
         assembled(build, TASK.loss, tokens(), "none", mesh="data=2,context=4")
 
 
-def excess(build, batch, mesh, kernels, remat="none"):
+def excess(build, batch, mesh, kernels, remat="none", loss=TASK.loss, zero=3):
     """Return by how much axes exceed their minimum, if it is more than 5%."""
-    sharding = mw.ShardingConfig(remat=remat, min_shard_size=0)
-    step = assembled(build, TASK.loss, batch, kernels, mesh=mesh, wide=False, sharding=sharding)
+    sharding = mw.ShardingConfig(remat=remat, min_shard_size=0, zero=zero)
+    step = assembled(build, loss, batch, kernels, mesh=mesh, wide=False, sharding=sharding)
     axes = make_ledger(step, batch).axes.items()
     return {name: axis.ratio for name, axis in axes if axis.ratio > 1.05}
 
@@ -256,6 +256,13 @@ SIZES = {"context_length": 64, "num_blocks": 2, "vocab_size": VOCABULARY, "tied_
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_no_axis_sends_more_than_the_minimum(kv_heads, mesh, remat):
     assert excess(llama(kv_heads, **SIZES), tokens(8, 64), mesh, "none", remat) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"zero": 1}, {"loss": shifted}])
+@pytest.mark.parametrize("mesh", ["fsdp=2,context=4", "data=2,fsdp=2,context=2"])
+def test_whole_gradients_and_odd_rows_send_no_more(options, mesh):
+    assert excess(llama(2, **SIZES), tokens(8, 64), mesh, "none", **options) == {}
 
 
 @pytest.mark.full

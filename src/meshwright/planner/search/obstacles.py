@@ -11,7 +11,8 @@ from meshwright.config.batch import nearest_divisors
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import Hardware
-from meshwright.mesh.axes import AXES, CONTEXT, describe_sizes, shown_sizes
+from meshwright.mesh.axes import AXES, CONTEXT, PIPE, describe_sizes, shown_sizes
+from meshwright.plan import check_context
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import (
@@ -179,6 +180,9 @@ def _asked(task: PlanTask, variant: Variant) -> str:
 def check_fixed_mesh(task: PlanTask) -> None:
     """Refuse sizes of axes that the devices cannot have."""
     fixed, count = task.fixed.mesh, task.hardware.count
+    every = task.fixed.sync_gradients_every or 1
+    stages = fixed.get(PIPE, 1)
+    check_context(fixed.get(CONTEXT, 1), stages=stages, sync_gradients_every=every)
     known = math.prod(fixed.values())
     whole = {*fixed, CONTEXT} == set(AXES)
     if count % known == 0 and (not whole or known == count):

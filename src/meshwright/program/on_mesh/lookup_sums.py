@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.mesh.axes import CONTEXT
-from meshwright.program.evaluate.mesh_view import MeshView, run_locally
+from meshwright.program.evaluate.mesh_view import MeshView, axes_of, run_locally
 from meshwright.program.jaxpr.equations import Equation, aval_of
 
 
@@ -40,18 +40,25 @@ class LookupSums:
             found = gradient(operands, cotangent)
             return lax.with_sharding_constraint(found, self.mesh.sharding(self.layout))
         table, indices = operands
-        (samples,) = (entry for entry in self.rows if entry not in (None, CONTEXT))
+        axes = axes_of([self.rows])
+        others = tuple(axis for axis in self.mesh.auto_axes if axis in axes - {"fsdp"})
+        dim, size = self.rows.index(CONTEXT), self.mesh.auto_axes[CONTEXT]
         # Devices do not need the table, of which only the shape is read.
         zeros = partial(jnp.zeros, table.shape, table.dtype)
         parts = run_locally(
             lambda at, own: gradient((zeros(), at), own)[None, None],
-            (indices, cotangent),
+            [_filled_up(array, dim, size) for array in (indices, cotangent)],
             (self.rows, self.rows),
-            PartitionSpec(samples, CONTEXT),
+            PartitionSpec("fsdp" if "fsdp" in axes else None, others),
             self.mesh,
         )
-        of_positions = self.mesh.sharding(PartitionSpec(CONTEXT, *self.layout))
-        return lax.with_sharding_constraint(parts.sum(0), of_positions).sum(0)
+        scattered = self.mesh.sharding(PartitionSpec(others, *self.layout))
+        return lax.with_sharding_constraint(parts.sum(0), scattered).sum(0)
+
+
+def _filled_up(array: Any, dim: int, size: int) -> Any:
+    """Return an array with zeros behind the others along a dim, so that it divides."""
+    return jnp.pad(array, [(0, -n % size if d == dim else 0) for d, n in enumerate(array.shape)])
 
 
 def lookup_rows(eqn: Equation, layout: PartitionSpec | None) -> PartitionSpec | None:
