@@ -259,9 +259,15 @@ def test_no_axis_sends_more_than_the_minimum(kv_heads, mesh, remat):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"zero": 1}, {"loss": shifted}])
-@pytest.mark.parametrize("mesh", ["fsdp=2,context=4", "data=2,fsdp=2,context=2"])
-def test_whole_gradients_and_odd_rows_send_no_more(options, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("fsdp=2,context=4", {"zero": 1}),
+        ("data=2,fsdp=2,context=2", {"zero": 1}),
+        ("fsdp=2,context=4", {"loss": shifted}),
+    ],
+)
+def test_whole_gradients_and_odd_rows_send_no_more(mesh, options):
     assert excess(llama(2, **SIZES), tokens(8, 64), mesh, "none", **options) == {}
 
 
