@@ -83,8 +83,15 @@ def test_bad_rewards_are_refused(given, weights, message):
 
 def test_a_missing_column_is_named():
     with pytest.raises(UserError, match="needs the column `answer`"):
-        read_rewards(of_groups).check(["anser"])
-    read_rewards(["exact_match", length]).check(["answer"])
+        read_rewards(of_groups).check({"prompt": ["1"], "anser": ["2"]})
+    with pytest.raises(UserError, match=r"1 prompt of 3 have none, the first one: 'b'"):
+        read_rewards("exact_match").check({"prompt": list("abc"), "answer": ["1", None, "2"]})
+    read_rewards(["exact_match", length]).check({"prompt": ["1"], "answer": ["2"]})
+
+
+def test_a_text_is_no_number():
+    scored = read_rewards(lambda completion: "5").score(groups(["a"]))
+    assert "it returned the text '5'" in scored.warnings()[0]
 
 
 def test_bundled_rewards():

@@ -218,6 +218,7 @@ def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tm
         ([{"prompt": ""}], {}, "prompt 0 has 0 tokens"),
         ([{"text": "1"}], {}, "record 0 has no prompt"),
         ([{"prompt": "1"}], {"rewards": score}, "needs the column `answer`"),
+        ([], {}, "there are no prompts"),
         ({"prompt": ["1", "2"], "answer": ["1"]}, {}, "differ in length"),
         (PROMPTS, {"num_generations": 3}, "no whole groups"),
         pytest.param(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -105,6 +106,7 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
     from meshwright.rewards.reward_set import read_rewards
     from meshwright.trainer.rollouts.completer import Completer
 
+    out = arguments.flags.get("--out")
     seconds = decimal(arguments, "--reward-seconds")
     if seconds is not None and not seconds > 0:
         raise UserError(
@@ -113,7 +115,7 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
     rewards = read_rewards(arguments.flags["--rewards"].split(","), seconds=seconds or 10.0)
     source = prompt_source(path=file, field=arguments.flags.get("--field", PROMPT))
     columns = source.rows(np.arange(len(source)))
-    rewards.check([name for name in columns if name != PROMPT])
+    rewards.check(columns)
     model, settings = open_model(arguments, path)
     completer = Completer(rewards, settings.tokenizer, settings.file)
     samples = arguments.number("--samples", 1 if preset == "greedy" else 8)
@@ -137,7 +139,10 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
     for text in filter(None, [rewards.note, *scored.warnings()]):
         output.say(text)
     least = decimal(arguments, "--threshold")
-    found = summarize(groups, rewards.total(scored.values), 1.0 if least is None else least)
+    totals, least = rewards.total(scored.values), 1.0 if least is None else least
+    found = summarize(groups, totals, least)
+    if out is not None:
+        _write(Path(out), groups, scored.values, totals, rewards.names)
     means = {n: _mean(scored.values[:, f]) for f, n in enumerate(rewards.names)}
     shares = ", ".join(f"{n} {v:.1%}" for n, v in found.items() if n != "reward")
     each = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
@@ -147,6 +152,27 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
         text=f"{shares}\nrewards: {each}\n{what}",
     )
     return ExitCode.DONE
+
+
+def _write(path: Path, groups: Any, values: Any, totals: Any, names: Any) -> None:
+    """Write a line for each completion: its prompt, its columns and its rewards."""
+    from meshwright.text.json_text import write_atomically
+    from meshwright.trainer.rollouts.completer import json_number
+
+    size, lines = len(groups[0].completions), list[str]()
+    for n, total in enumerate(totals):
+        group = groups[n // size]
+        each = {name: json_number(value) for name, value in zip(names, values[n], strict=True)}
+        line = {
+            "prompt": group.prompt,
+            "columns": group.columns,
+            "completion": group.completions[n % size],
+            "reward": json_number(total),
+            "rewards": each,
+        }
+        lines.append(json.dumps(line, ensure_ascii=False, default=str))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "\n".join(lines) + "\n")
 
 
 def summarize(groups: Any, totals: Any, threshold: float) -> dict[str, float]:

@@ -32,6 +32,9 @@ class PromptSource:
 
     def __init__(self, records: Sequence[Any], tokenizer: Any = None) -> None:
         self.records, self.tokenizer = records, tokenizer
+        if not records:
+            example = 'give records such as {"prompt": "37+48=", "answer": "85"}'
+            raise UserError("there are no prompts", fix=example)
         for number, record in enumerate(records):
             prompt: Any = record.get(PROMPT) if isinstance(record, Mapping) else None
             if prompt is None or isinstance(prompt, bool | int | float):
@@ -104,7 +107,7 @@ def as_prompts(given: Any, tokenizer: Any = None) -> Any:
         rows = zip(*columns.values(), strict=True)
         return PromptSource([dict(zip(columns, row, strict=True)) for row in rows], tokenizer)
     listed = isinstance(given, list | tuple)
-    return PromptSource(list(given), tokenizer) if listed and given else given
+    return PromptSource(list(given), tokenizer) if listed else given
 
 
 def as_objects(values: Sequence[Any]) -> NDArray[Any]:

@@ -123,18 +123,24 @@ class RewardSet:
             "without a time limit"
         )
 
-    def check(self, columns: Sequence[str]) -> None:
-        """Refuse functions that need columns which the prompts do not have."""
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Refuse functions that need columns which prompts do not have: none of them, or some."""
         for each in self.functions:
             known = {"completions", "prompts"} if each.of_groups else {"completion", "prompt"}
             parameters = inspect.signature(each.function).parameters.values()
             named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
             for name in (p.name for p in named if p.default is p.empty):
-                if name not in known and name not in columns:
+                lacking = [n for n, v in enumerate(columns.get(name, [None])) if v is None]
+                if name not in known and lacking:
+                    others = [other for other in columns if other not in ("prompt", name)]
+                    why = f"the prompts have {', '.join(map(repr, others)) or 'no columns'}"
+                    if name in columns:
+                        why = f"{counted(len(lacking), 'prompt')} of {len(columns[name]):,} have "
+                        why += f"none, the first one: {str(columns['prompt'][lacking[0]])[:60]!r}"
                     raise UserError(
                         f"the reward {each.name} needs the column `{name}`",
-                        why=f"the prompts have {', '.join(map(repr, columns)) or 'no columns'}",
-                        fix=did_you_mean(name, columns) or "add it to every prompt",
+                        why=why,
+                        fix=did_you_mean(name, others) or "add it to every prompt",
                     )
 
     def score(self, groups: Sequence[Group]) -> Scored:

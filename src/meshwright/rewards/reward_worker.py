@@ -43,6 +43,8 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, 
     """Return what a reward function returns as numbers, and what went wrong."""
     try:
         returned = function(**arguments)
+        if isinstance(returned, str):
+            return None, f"it returned the text {returned[:80]!r}"
         one = not hasattr(returned, "__len__")
         values = [float(value) for value in ([returned] if one else returned)]
     except Exception as error:

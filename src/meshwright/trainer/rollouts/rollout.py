@@ -91,8 +91,7 @@ class Rollouts:
         size = min(1024, count)
         for step in range(-(-count // max(size, 1))):
             columns, ids = prompts.batch(step, size), prompts.ids(step, size)
-            if not step:
-                self.rewards.check([name for name in columns if name != PROMPT])
+            self.rewards.check(columns)
             for n, prompt in enumerate(prompts_of(columns)):
                 self._check_length(step * size + n if ids is None else int(ids[n]), prompt)
 
@@ -135,6 +134,11 @@ class Rollouts:
                 "the completions of each prompt have the same reward, so this step learns nothing: "
                 "start from a model that is right now and then, or reward parts of an answer"
             )
+            if lost := int((batch["scored"] == 0).sum()):
+                text = (
+                    f"rewards failed for {lost} of {len(rows)} completions, and no prompt has two "
+                    "others with different rewards, so this step learns nothing"
+                )
             self.tracker.event("warning", 0, text, {})
         if self.task.num_iterations > 1:
             self.files.keep(number, batch)
@@ -156,7 +160,7 @@ class Rollouts:
         reward = float(self.rewards.total(means[None])[0])
         each = {f"reward/{n}": float(v) for n, v in zip(self.rewards.names, means, strict=True)}
         found = {"loss": -reward, "reward": reward, **(each if len(each) > 1 else {})}
-        return {**found, EVAL_SAMPLES: count}
+        return {**found, "reward_failed": float(1 - known.mean()), EVAL_SAMPLES: count}
 
     def _complete(
         self, state: TrainState, columns: Any, report: Report, samples: int = 1, **drawn: Any
