@@ -27,7 +27,7 @@ from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.compile_program import compile_program
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
-from meshwright.ledgers.minimum import needed_collectives
+from meshwright.ledgers.minimum import needed_by_stage
 from meshwright.models import build_model
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
@@ -74,7 +74,8 @@ def measure(mesh: dict[str, int], sharding: dict[str, str], precision: str) -> d
     ]
     program = compile_program(assembled.step.lower(leaves))
     row = {"mesh": mesh, "sharding": sharding, "precision": precision}
-    row["minimum"] = round(sum(need.sent_bytes for need in needed_collectives(assembled)))
+    (needs,) = needed_by_stage(assembled, None)
+    row["minimum"] = round(sum(need.sent_bytes for need in needs))
     axes = dict(assembled.mesh.shape)
     for name, text in (("partitioned", program.partitioned), ("optimized", program.optimized)):
         row[name] = summary(read_collectives(text, axes))
