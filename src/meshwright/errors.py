@@ -1,7 +1,5 @@
 """Error classes with exit codes, and settings as messages spell them: in a shell or in Python."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import os

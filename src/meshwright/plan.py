@@ -1,7 +1,5 @@
 """The plan: a frozen record of how a model is trained on these devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, Self

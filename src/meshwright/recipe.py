@@ -1,7 +1,5 @@
 """From a config to the objects of a run: model builder, loss, optimizer and data."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

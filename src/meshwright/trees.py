@@ -1,7 +1,5 @@
 """Trees of arrays: their types, random keys, and the samples of a batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

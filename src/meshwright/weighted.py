@@ -1,7 +1,5 @@
 """Weighted: a mean stored as a total and a weight, so that parts can be added."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

@@ -1,7 +1,5 @@
 """Checking whole checkpoints: every array is read and compared with its checksum."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What is wrong with checkpoints: damaged ones, which are set aside, and paths without any."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

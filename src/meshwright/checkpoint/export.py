@@ -1,7 +1,5 @@
 """Export of checkpoints: parameters as NumPy arrays or as a safetensors file."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import warnings

@@ -1,7 +1,5 @@
 """The metadata stored beside the arrays of a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

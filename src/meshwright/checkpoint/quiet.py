@@ -5,8 +5,6 @@ whose reading or writing ends later, and Python one for each that no one waits f
 first error is reported by the caller.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

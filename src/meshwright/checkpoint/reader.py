@@ -1,7 +1,5 @@
 """Reading checkpoints: metadata and arrays, compared with the checksums they were saved with."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

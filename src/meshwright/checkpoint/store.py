@@ -1,7 +1,5 @@
 """The checkpoint folder of a run: Orbax writes it in the background and deletes old ones."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Splitting a command line into flags and the overrides that Hydra composes."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Settings that are left to the planner: `mesh=auto` and `training.micro_batch_size=auto`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

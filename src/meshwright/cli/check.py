@@ -1,7 +1,5 @@
 """`meshwright check`: whether the checkpoints of a run are what was saved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of commands that `meshwright --help` lists, without importing any of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from meshwright.launch.flags import FLAGS as LAUNCH_FLAGS

@@ -1,7 +1,5 @@
 """`meshwright config`: every value of the config, and its origin."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`meshwright drill`: injects faults into a real run, and checks that it recovers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

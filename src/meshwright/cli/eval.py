@@ -1,7 +1,5 @@
 """`meshwright eval`: how well a model predicts the text of a file, or completes its prompts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """`meshwright export`: the parameters of a run as a safetensors file or a Hugging Face folder."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """`meshwright generate`: continues prompts, keeps a conversation, or works through a file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

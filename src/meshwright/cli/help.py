@@ -1,7 +1,5 @@
 """The help texts; nothing slow is imported for them."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 

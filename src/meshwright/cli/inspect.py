@@ -1,7 +1,5 @@
 """`meshwright inspect`: the mesh, the plan, and how and why parameters are sharded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """How this command line was called, so that commands it prints can be pasted as they are."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`meshwright ledger`: what a compiled step sends over each mesh axis, and the minimum."""
 
-from __future__ import annotations
-
 from meshwright.cli.request import Request, assemble_first
 from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledgers import Ledger, make_ledger

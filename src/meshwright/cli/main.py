@@ -1,7 +1,5 @@
 """The entry point: parses the command line, runs the command, and returns its exit code."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """`--multirun`: one process per combination of comma-separated values."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`meshwright rehearse`: compiles a step for devices elsewhere, and says what it needs."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """`meshwright replay`: reruns a step that was not finite, and finds where it started."""
 
-from __future__ import annotations
-
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.errors import ExitCode

@@ -1,7 +1,5 @@
 """`meshwright report`: a self-contained HTML report about a run, or comparing several."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`meshwright train`: trains from a config, and writes the run folder."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shlex

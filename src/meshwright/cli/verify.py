@@ -1,7 +1,5 @@
 """`meshwright verify`: the certificate that a mesh trains exactly like one device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which collectives of a scheduled program run while the device computes products."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The collectives of a compiled program: what each sends, over which axes, for which module."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Compiling a program: options of the compiler, and the text of programs, also from the cache."""
 
-from __future__ import annotations
-
 import functools
 import re
 import tempfile

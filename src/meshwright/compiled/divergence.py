@@ -1,7 +1,5 @@
 """Collective-permutes that some devices may reach later than others, or never."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from meshwright.compiled.hlo import Computation, Instruction, Program, parse_hlo, trip_count

@@ -5,8 +5,6 @@ longer than all else at a start. What is kept is the module of `jax.export`, wit
 of arguments and results: that of a trivial program with the same signature is the same.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

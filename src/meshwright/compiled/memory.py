@@ -1,7 +1,5 @@
 """How much memory a compiled program needs, and what is said when a device runs out of it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

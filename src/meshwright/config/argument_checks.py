@@ -1,7 +1,5 @@
 """Checks of arguments that several public functions share."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The base of every config object: frozen, strict about keys, with clear errors."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import typing

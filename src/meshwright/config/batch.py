@@ -1,7 +1,5 @@
 """The batch equation: global = micro × data × fsdp × accumulation, in configs and plan files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self

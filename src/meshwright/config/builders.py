@@ -1,7 +1,5 @@
 """Finding what a section's ``kind`` names, and checking its arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Composing a config with Hydra: groups, overrides and files, before JAX starts."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Every key of the config: its meaning, its default and its allowed values, from the schema."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

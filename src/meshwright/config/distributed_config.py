@@ -1,7 +1,5 @@
 """DistributedConfig: the processes of a run; missing values are inferred, and all are checked."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence

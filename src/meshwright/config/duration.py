@@ -1,7 +1,5 @@
 """How long to train: steps, epochs or time."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The settings of this process, combined from the variables of all launchers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

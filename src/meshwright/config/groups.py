@@ -1,7 +1,5 @@
 """The config groups with their files, and what else may be written where a file is chosen."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

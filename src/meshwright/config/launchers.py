@@ -4,8 +4,6 @@ Each launcher is a record of the variables that hold the rank, the number of pro
 address of process 0. Supporting another one takes another record.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

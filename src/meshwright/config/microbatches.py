@@ -1,7 +1,5 @@
 """The batch equation with pipeline stages, where a step takes many microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Where each value of a config comes from: a default, a file, or an override."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

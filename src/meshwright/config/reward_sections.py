@@ -1,7 +1,5 @@
 """The sections of ``task=grpo``: what is learned from rewards, and how completions are drawn."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

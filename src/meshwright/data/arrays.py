@@ -1,7 +1,5 @@
 """Samples in arrays: in memory, or read from .npy and .npz files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Building an entry of the cache in one process, while all others wait and see its progress."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

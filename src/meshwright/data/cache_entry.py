@@ -1,7 +1,5 @@
 """An entry of the cache: a folder of flat arrays that is complete or not there at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

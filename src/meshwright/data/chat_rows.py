@@ -1,7 +1,5 @@
 """Conversations as tokens, and which of the tokens are learned."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix

@@ -1,7 +1,5 @@
 """Conversations: files of messages, of prompts with completions, or of texts, as rows of tokens."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

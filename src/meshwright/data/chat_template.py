@@ -1,7 +1,5 @@
 """Chat templates: a conversation as the text that a model was trained on, in a sandbox."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The contents of data in its fingerprint: all of them, or parts at places drawn from the seed."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Records that cannot be read: they stop the run, or are skipped and counted."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Generated digits: 28 × 28 images of 0 to 9, each slightly different; nothing to download."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tokens at the start and the end of documents, as the files beside a tokenizer say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

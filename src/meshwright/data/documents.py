@@ -1,7 +1,5 @@
 """Documents on their way from files to tokens: read in blocks, tokenized in batches or pieces."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What users pass as data: samples and batches told apart by their shapes, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finding and opening the files that a data section names, with errors that say what is wrong."""
 
-from __future__ import annotations
-
 import glob
 import mmap
 import os

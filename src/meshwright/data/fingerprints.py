@@ -5,8 +5,6 @@ kept together with what the file system says about the file, its times and its i
 with every write. Where a file lies is no part of its digest: a copy has the same one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 None of them is imported here: a user who passes a dataset has imported its library.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

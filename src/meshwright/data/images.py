@@ -1,7 +1,5 @@
 """Images: in arrays, or in files with one folder per class."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data with a batch for any step: read from a source, synthetic, or given as a list."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

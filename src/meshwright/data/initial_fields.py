@@ -1,7 +1,5 @@
 """Fields of a batch that the initial model computes once for every sample, such as references."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields

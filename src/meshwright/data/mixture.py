@@ -1,7 +1,5 @@
 """Mixtures: rows of several sources in fixed shares, each source in its own order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction

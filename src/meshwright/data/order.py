@@ -1,7 +1,5 @@
 """The order of samples, a function of the seed and the step alone, and which are held out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Packing documents into rows: which pieces share a row, computed once for all documents."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

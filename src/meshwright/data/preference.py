@@ -1,7 +1,5 @@
 """Preferences: prompts, each with a chosen and a rejected answer, as rows of tokens with masks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts, each with further columns that rewards read: from files, lists, or as sums."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The formats of files of records: JSON Lines, Parquet and ArrayRecord."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Datasets of records, each with a text, a list of tokens, or numbers for several arrays."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Data that the model itself makes: completions of prompts, a batch for each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

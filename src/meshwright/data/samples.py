@@ -1,7 +1,5 @@
 """Samples: datasets of them as sources, and how they are stacked into a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Sentences of a small grammar: something a small model learns in a minute, and we can grade."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

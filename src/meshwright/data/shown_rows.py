@@ -1,7 +1,5 @@
 """Some rows of tokens as text for people, with what is learned of them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.data.protocols import Data

@@ -1,7 +1,5 @@
 """Text: the user's files, or sentences of a small grammar."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterator, Sequence
 from pathlib import Path

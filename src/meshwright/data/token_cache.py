@@ -1,7 +1,5 @@
 """Tokens of files, computed once and stored in memory-mapped files that runs share."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import shutil

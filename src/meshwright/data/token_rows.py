@@ -1,7 +1,5 @@
 """Rows of tokens: cut from one long stream, or packed from separate documents."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

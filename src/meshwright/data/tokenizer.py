@@ -1,7 +1,5 @@
 """Tokenizers: bytes, or any JSON file of Hugging Face's ``tokenizers``."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Token arrays in memory-mapped files: .npy files, or .bin files of raw integers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Which source of a mixture gives each row: at every row, each has had its share to within one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

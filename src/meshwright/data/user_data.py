@@ -1,7 +1,5 @@
 """Data from the user: arrays, datasets, functions, lists and iterables of batches or samples."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

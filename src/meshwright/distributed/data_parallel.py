@@ -1,7 +1,5 @@
 """DataParallel: sharded batches, replicated or sharded state, and averaged gradients."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A trainer configured by three configs: model, training and devices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """GradientAccumulator: the mean gradient of several microbatches, for custom training loops."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Putting the leaves of a pytree on a mesh, from one process or several."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

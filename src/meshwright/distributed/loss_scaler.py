@@ -1,7 +1,5 @@
 """DynamicLossScaler: prevents underflow and overflow in fp16, for custom training loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self

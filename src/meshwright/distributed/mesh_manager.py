@@ -1,7 +1,5 @@
 """DeviceMeshManager: meshes with axes of any name, over the first devices of a list."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypedDict

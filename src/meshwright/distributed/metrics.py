@@ -1,7 +1,5 @@
 """DistributedMetrics: reductions of metrics over the devices of a named axis."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

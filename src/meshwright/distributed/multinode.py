@@ -1,7 +1,5 @@
 """setup_multinode: connecting the processes of a run that the environment describes."""
 
-from __future__ import annotations
-
 from typing import TypedDict
 
 import jax

@@ -4,8 +4,6 @@ Nothing here judges the outcome: drills do so in `process_faults`, `file_faults`
 `joining_faults`, and tests/faults with an oracle of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,7 +1,5 @@
 """Faults of what a run reads and writes: damaged checkpoints, full disks, a NaN in a batch."""
 
-from __future__ import annotations
-
 import textwrap
 
 from meshwright.drill.fault_makers import IN_CHECKPOINT

@@ -1,7 +1,5 @@
 """Faults of starting together: processes that are missing, or differ, or are more or fewer."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """Faults of processes that train: killed, asked to stop, hanging, or failing by themselves."""
 
-from __future__ import annotations
-
 import re
 import signal
 

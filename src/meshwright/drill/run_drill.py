@@ -1,7 +1,5 @@
 """Running a drill: first without a fault, then once for each fault, with a result for each."""
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The run that is drilled, a fault, and the trial in which it is injected, with its checks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

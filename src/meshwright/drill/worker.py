@@ -4,8 +4,6 @@ Only drills and tests of faults start it. It registers the fault with the hooks 
 then runs the command as always; `meshwright` itself knows nothing of faults.
 """
 
-from __future__ import annotations
-
 import runpy
 
 from meshwright.drill.fault_makers import IN_PROCESS

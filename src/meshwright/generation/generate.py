@@ -1,7 +1,5 @@
 """`mw.generate`: continuing prompts with any model that maps tokens to logits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

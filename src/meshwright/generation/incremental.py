@@ -1,7 +1,5 @@
 """A decoder derived from a model's program: it computes new rows, and keeps what they need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The decoder of a model: with a cache where its program allows one, else by recomputing."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """What is known of a model before it generates: its context, its vocabulary, its format."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

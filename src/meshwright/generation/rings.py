@@ -4,8 +4,6 @@ Keys, scores, their weights and values have a dim of keys. If all positions befo
 masked wherever those are summed over, the last positions are enough: p is at p modulo the window.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp

@@ -5,8 +5,6 @@ the value is kept in the cache, and only its new rows are computed. Values that 
 are needed for the last row of a prompt only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 

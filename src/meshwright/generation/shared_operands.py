@@ -1,7 +1,5 @@
 """Products that share an operand: weights of one input are joined, repeated keys are read once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 

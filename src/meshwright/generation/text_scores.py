@@ -1,7 +1,5 @@
 """How well a model predicts text: nats and bits per token and byte, every token exactly once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

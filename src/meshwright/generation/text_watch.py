@@ -1,7 +1,5 @@
 """Watching the text of rows: stop strings, and pieces for those who read along."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

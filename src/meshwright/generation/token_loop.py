@@ -1,7 +1,5 @@
 """The loop of generation: chunks of tokens on devices, between them stops and smaller batches."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

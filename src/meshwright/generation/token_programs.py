@@ -1,7 +1,5 @@
 """The compiled programs of generation: reading prompts, adding tokens, dropping rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

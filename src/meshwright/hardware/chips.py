@@ -1,7 +1,5 @@
 """Chips, links, and the hardware that plans are made for: what is known of each."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """The user's own hardware file: where it is, and how its entries extend the built-in table."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

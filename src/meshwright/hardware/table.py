@@ -1,7 +1,5 @@
 """The table of chips and links: reading it, detecting devices, and parsing ``8xA100-40GB``."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,7 +1,5 @@
 """Checks of the arguments of the trainer, and of the sizes in a config."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any, get_args

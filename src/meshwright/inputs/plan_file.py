@@ -1,7 +1,5 @@
 """Plans in files: written by `meshwright plan --out`, and read by the setting `plan`."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

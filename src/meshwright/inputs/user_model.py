@@ -1,7 +1,5 @@
 """Models in every form that users pass, converted to functions from random streams to a model."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from types import MethodType

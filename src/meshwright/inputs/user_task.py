@@ -1,7 +1,5 @@
 """Tasks from the user: a loss function, or a class with a ``loss`` method."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Inside a launched process: connecting to the others, and disconnecting."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

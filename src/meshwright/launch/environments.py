@@ -1,7 +1,5 @@
 """The environment variables of each process: its rank, peers and devices."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The flags of ``launch`` in one table: what each sets, how it is read, and where it applies."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable

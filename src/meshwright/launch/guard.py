@@ -5,8 +5,6 @@ exits for any reason, the pipe closes, and every process of the group is killed,
 of children. Its argument is the folder of the group's heartbeats, which is removed first.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

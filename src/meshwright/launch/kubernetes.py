@@ -1,7 +1,5 @@
 """The manifests of a launch for Kubernetes: a JobSet, or an indexed Job with a headless service."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

@@ -1,7 +1,5 @@
 """The merged output of launched processes: lines with their rank, equal errors once."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

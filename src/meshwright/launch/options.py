@@ -1,7 +1,5 @@
 """Parsing the arguments of ``launch``: ``--nprocs 2 --devices-per-process 2 -- train …``."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping, Sequence

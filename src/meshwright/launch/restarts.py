@@ -1,7 +1,5 @@
 """Attempts at a run: after a failure all processes restart from the last checkpoint."""
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The sbatch script of a launch: processes by srun, requeued when they are preempted or fail."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

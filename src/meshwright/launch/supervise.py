@@ -1,7 +1,5 @@
 """Starting processes, and ending all of them when one fails or hangs, or on a signal."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import subprocess

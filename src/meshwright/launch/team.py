@@ -3,8 +3,6 @@
 The launchers of several machines meet before each attempt; a launch on one machine decides alone.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Watching launched processes from outside: which one is stuck, stopped or slow, and where."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import statistics

@@ -1,7 +1,5 @@
 """The run that a launch belongs to, by its flags and the environment."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Why a program sends more than the minimum: what it exchanges, and how it reads its weights."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

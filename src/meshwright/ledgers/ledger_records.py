@@ -1,7 +1,5 @@
 """A ledger: collectives by module, what each axis and module sends, and all of it as text."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.text import Text

@@ -1,7 +1,5 @@
 """The ledger of a step: compile it, list its collectives, and compare with the minimum."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict

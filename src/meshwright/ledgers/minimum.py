@@ -3,8 +3,6 @@
 The ledger compares it with a compiled step, and the planner estimates times from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What collectives send over each axis, and how much of it while the device computes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Weights and events of a program as a plan places them, from which follows what it sends."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """The table of mesh axes, and the arithmetic of their sizes."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Callable, Mapping

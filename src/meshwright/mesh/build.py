@@ -1,7 +1,5 @@
 """Building meshes: which device has which coordinate, with fast links innermost."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Showing how arrays are sharded: one array, or every array of a tree, a model or a state."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import dataclass

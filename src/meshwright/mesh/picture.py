@@ -1,7 +1,5 @@
 """What a drawing of a mesh shows: its devices as cells, laid out in blocks of rows and columns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

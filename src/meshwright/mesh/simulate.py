@@ -1,7 +1,5 @@
 """Virtual CPU devices, to try any mesh on any machine."""
 
-from __future__ import annotations
-
 import os
 
 import jax

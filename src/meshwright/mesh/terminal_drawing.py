@@ -1,7 +1,5 @@
 """Drawing a mesh in the terminal: one cell per device, heavy lines around each process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

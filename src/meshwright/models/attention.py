@@ -1,7 +1,5 @@
 """What the language models share: masks, attention, initial sizes and checks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """ConvNet: a small residual network with batch normalisation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

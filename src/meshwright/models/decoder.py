@@ -1,7 +1,5 @@
 """What decoders with rotary positions share: norm, rotary, grouped-query attention, gated MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Gemma3: the text decoder of Gemma 3, in which most blocks see a sliding window; and Gemma 2."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """GPT: a decoder-only transformer like GPT-2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal

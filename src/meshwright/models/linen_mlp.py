@@ -1,7 +1,5 @@
 """linen_mlp: a Flax Linen module converted to NNX with Flax's bridge."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import flax.linen as nn

@@ -1,7 +1,5 @@
 """Llama3: the decoder of Llama 3.1 and 3.2, and those that differ from it in little."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """LSTM: a recurrent language model."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from flax import nnx

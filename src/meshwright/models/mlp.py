@@ -1,7 +1,5 @@
 """MLP: fully connected layers with ReLU between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

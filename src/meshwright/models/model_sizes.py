@@ -1,7 +1,5 @@
 """Sizes and rates that must fit each other, checked without building a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

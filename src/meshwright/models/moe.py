@@ -1,7 +1,5 @@
 """MoEGPT: a GPT with a mixture of experts in each block, written with einsum."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen3: the dense decoder of Qwen 3, which normalizes queries and keys."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

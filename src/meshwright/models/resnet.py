@@ -1,7 +1,5 @@
 """ResNet: residual networks of bottleneck blocks; the default sizes are those of ResNet-50."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """StackedGPT: a GPT whose blocks are stacked along a leading dim and run in a scan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """VAE: a variational autoencoder with a Gaussian code and Bernoulli pixels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

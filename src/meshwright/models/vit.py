@@ -1,7 +1,5 @@
 """ViT: a transformer that classifies an image as a sequence of patches."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

@@ -1,7 +1,5 @@
 """A report on a pipeline: the work and memory of its stages, and how long they wait."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Placements for a pipeline: each stage holds the rows of its own blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ that of process 0 is an error. With a single process, calls return at once and d
 ``jax.distributed``.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import json

@@ -4,8 +4,6 @@ Each process compiles its own copy of the step, and the copies only work togethe
 same. Settings that differ need not fail: two learning rates train a model that follows neither.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -5,8 +5,6 @@ itself knows is in reports (`runtime/attempts`). tests/processes/test_library_me
 sample of each message.
 """
 
-from __future__ import annotations
-
 import re
 
 from meshwright.errors import LostPeer, first_line

@@ -4,8 +4,6 @@ JAX would end all of them in native code, with a dump that names none. Every pro
 connection to process 0, which the system closes when one of the two ends; process 0 tells the rest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

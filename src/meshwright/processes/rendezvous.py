@@ -9,8 +9,6 @@ A message is a line of JSON. A process says who it is; process 0 answers that it
 then that all may go, or what is wrong.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import socket

@@ -1,7 +1,5 @@
 """Reading a trace: which device ran which operation when, on CPUs, GPUs and TPUs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

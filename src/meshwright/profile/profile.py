@@ -1,7 +1,5 @@
 """A profile: the time of a step by device, activity and collective, and what to try."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """JAX's profiler around whole steps, by hand or once during training."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

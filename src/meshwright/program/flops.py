@@ -1,7 +1,5 @@
 """How many floating-point operations a traced loss takes, and how many the devices can do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

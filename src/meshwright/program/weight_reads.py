@@ -1,7 +1,5 @@
 """Where a program reads its weights: with data in the forward pass, and again in the backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The certificate: what `verify` compared, with the differences, the tolerances and the verdict."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

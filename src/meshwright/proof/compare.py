@@ -1,7 +1,5 @@
 """What is observed of a run, and comparing two runs leaf by leaf: gaps, tolerances, verdicts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Loss and gradients on one device: of a traced program, and of the loss as its author wrote it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Training on the mesh while recording losses, gradients and the final values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

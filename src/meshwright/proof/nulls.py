@@ -1,7 +1,5 @@
 """Elements whose true gradient is zero: found by their size, and withheld from optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ It shares only one thing with the step it is compared to, how optax is called: w
 update takes, and parameters as nested dicts.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import defaultdict

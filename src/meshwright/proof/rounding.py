@@ -1,7 +1,5 @@
 """Tolerances for comparisons outside of float64: how much rounding alone can change a result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`verify`: training on one device and on the mesh, in float64 and in the plan's precision."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 from collections.abc import Callable, Generator, Sequence

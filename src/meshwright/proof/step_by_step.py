@@ -1,7 +1,5 @@
 """Steps compared one by one, each from the mesh's own values, as closely as rounding allows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

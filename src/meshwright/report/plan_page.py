@@ -1,7 +1,5 @@
 """The HTML page about plans: sentences, tables and drawings, without scripts."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports about runs: finding run folders, reading them even if incomplete, and the HTML page."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """Bundled rewards: exact match, numbers with tolerance, and the format of an answer."""
 
-from __future__ import annotations
-
 import re
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")

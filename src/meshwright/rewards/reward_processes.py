@@ -1,7 +1,5 @@
 """Processes that call reward functions with a time limit; one that hangs or dies is replaced."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The rewards of a training: several functions with weights, applied to groups of completions."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A process that calls reward functions; `RewardProcesses` starts it as a program."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

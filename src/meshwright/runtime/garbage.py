@@ -1,7 +1,5 @@
 """Fewer garbage collections while programs are traced."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Nothing is registered in an ordinary run. `meshwright drill` injects its faults 
 happen in the real loop and no code has to be replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

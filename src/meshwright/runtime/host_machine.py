@@ -1,7 +1,5 @@
 """The machine that a process runs on: its memory, its GPUs, and the cache folder of the user."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Interruption by a signal: a run stops after the current step, and saves its state."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

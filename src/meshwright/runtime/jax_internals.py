@@ -5,8 +5,6 @@ tests/runtime/test_jax_internals.py says which function broke and what to do abo
 imports what it needs when called: some of their callers must not load JAX.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -4,8 +4,6 @@ In Python such an exception propagates unchanged, with a note about what was bei
 line shows the user's frames of its traceback instead of reporting an internal error.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """What affects the results of a run: versions of packages, and digests of code."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """Deciding the placement of every leaf: by rules, by annotations, or by the traced program."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

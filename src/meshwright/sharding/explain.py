@@ -1,7 +1,5 @@
 """A report on every parameter: its shard per device, and the reason for its placement."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

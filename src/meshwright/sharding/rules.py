@@ -1,7 +1,5 @@
 """Placements from the user's sharding rules and from annotations in the model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`shard_fsdp`: shards the arrays of a pytree over a mesh axis, for custom training loops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Candidates: the ways to shard a model's dim classes over the tensor axis, with their cost."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

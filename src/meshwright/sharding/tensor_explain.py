@@ -1,7 +1,5 @@
 """Finding the reason for each tensor-parallel choice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The moving average of the weights, kept as a part of the optimizer's state."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The canonical form of a training state: arrays by path, independent of mesh and layout."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping

@@ -15,8 +15,6 @@ runs there. An evaluation is compiled while steps run, and without that choice u
 convolutions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The compiled evaluation and prediction: a training state with the model in eval mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

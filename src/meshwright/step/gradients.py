@@ -3,8 +3,6 @@
 Gradients are reduced over devices after each microbatch, or once for several of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What is said of a loss: that microbatches change it, or that it broadcasts arrays by mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss as optimizers may need it: its value, its gradients, and the function itself."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

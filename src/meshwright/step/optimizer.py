@@ -1,7 +1,5 @@
 """The optimizer on flat leaves: any optax transformation, its state sharded like the params."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager

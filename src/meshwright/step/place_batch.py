@@ -1,7 +1,5 @@
 """Placing a host batch on the mesh, and splitting it into microbatches where it is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The program of a step: the loss of one microbatch, traced, rolled, cut into stages, on a mesh."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The step: (state, batch) → (state, metrics), one compiled program on any mesh."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future

@@ -1,7 +1,5 @@
 """Tasks by kind: loss, metrics and the batches they need."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

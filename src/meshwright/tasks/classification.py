@@ -1,7 +1,5 @@
 """Classification: one label per sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Preferences: raise the probability of chosen answers over rejected ones, by DPO, IPO or ORPO."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args

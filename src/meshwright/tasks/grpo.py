@@ -1,7 +1,5 @@
 """GRPO: learning from rewards of completions, relative to others of the same prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """Language modeling: predict every token from those before it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Reconstruction: the evidence lower bound of a variational autoencoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What tasks share: the fields of a batch, weighted means, and cross entropy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import jax

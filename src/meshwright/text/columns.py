@@ -1,7 +1,5 @@
 """Tables and indented text for the terminal that stay readable at any width, and in files."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Collection, Sequence

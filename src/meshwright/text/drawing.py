@@ -1,7 +1,5 @@
 """Drawings of labelled cells, painted as text for a terminal or as a self-contained SVG."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from xml.sax.saxutils import escape

@@ -1,7 +1,5 @@
 """JSON: numbers it cannot hold, text that is cut off, files, and dotted keys."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

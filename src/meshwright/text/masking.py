@@ -1,7 +1,5 @@
 """Hiding secrets in everything that is printed or written: passwords, tokens, keys, credentials."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers with units, formatted for reading."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

@@ -1,7 +1,5 @@
 """YAML from users: aliases that repeat themselves, and nesting without end, are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

@@ -1,7 +1,5 @@
 """Plain lines of text: for log files, and for output that is not a terminal."""
 
-from __future__ import annotations
-
 import inspect
 import time
 import warnings

@@ -1,7 +1,5 @@
 """A progress bar in the terminal."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path

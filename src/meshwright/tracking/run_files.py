@@ -1,7 +1,5 @@
 """The files of a run folder: written during the run, and read again for services."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Tracking with TensorBoard, Weights & Biases and MLflow."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import math

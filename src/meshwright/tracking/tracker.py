@@ -1,7 +1,5 @@
 """Trackers: one that records nothing, several as one, and one that is called in a thread."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Loading batches: read ahead in their global order, placed on the mesh, fed to steps."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import deque

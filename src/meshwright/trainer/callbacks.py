@@ -1,7 +1,5 @@
 """Callbacks: user code that runs at fixed points of training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The checkpointer: saves the state of a run at intervals, in the background."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """From a config to a trainer: what each key means for `Trainer` and for its `fit`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When a run ends: after a number of steps, a time, a signal, or when a callback asks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

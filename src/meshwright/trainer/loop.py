@@ -1,7 +1,5 @@
 """The training loop: reads batches, runs steps, reports metrics, saves checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The compiled programs of a run: the step, with its ledger and memory, and evaluations."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """The run folder: made by process 0, checked for access and space, and locked by one run."""
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """What a run records about itself: the facts known at the start, its events, and its end."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import sys

@@ -1,7 +1,5 @@
 """The progress of a run: how far it is, how fast it is, and why it stops."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,7 +1,5 @@
 """Training by hand: one step on one batch, with the state kept on the devices."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from dataclasses import dataclass, field, replace

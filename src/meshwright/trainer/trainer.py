@@ -1,7 +1,5 @@
 """The `Trainer` of the Python API: a model, a loss, an optimizer and a mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path

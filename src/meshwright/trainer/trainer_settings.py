@@ -1,7 +1,5 @@
 """The settings of a trainer, each checked when it is made, and the arguments it does not have."""
 
-from __future__ import annotations
-
 import inspect
 import typing
 from collections.abc import Collection, Mapping, Sequence

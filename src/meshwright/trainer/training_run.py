@@ -1,7 +1,5 @@
 """A training run: checks what was asked for, compiles the step, finds its state, and trains."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import cached_property, partial

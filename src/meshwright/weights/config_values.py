@@ -1,7 +1,5 @@
 """Values of a config.json: each key is used, known to have no effect, or refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """What the families of decoders share: names, and values of config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The families of published models, found by config.json or by the model's kind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

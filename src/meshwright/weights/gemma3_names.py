@@ -1,7 +1,5 @@
 """Gemma 2 and 3: their names and their config.json; of multimodal folders, the text model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

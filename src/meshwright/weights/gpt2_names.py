@@ -1,7 +1,5 @@
 """GPT-2: its names and its config.json. Kernels are stored as [in, out]."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any

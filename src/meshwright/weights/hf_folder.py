@@ -1,7 +1,5 @@
 """A Hugging Face folder: its config, its tensors by name, and its other files."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

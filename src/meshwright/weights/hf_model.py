@@ -1,7 +1,5 @@
 """The model of a Hugging Face folder: what builds it, and whether a model has its numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run remembers of the folder its weights came from, so that an export has it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

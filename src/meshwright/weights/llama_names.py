@@ -1,7 +1,5 @@
 """Llama, Mistral, Qwen 2 and 3, and Phi 3: their names and their config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading weights into the sharded arrays of a step: each device's slice is read alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Which tensors of a folder hold which arrays of a model, checked before anything is read."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

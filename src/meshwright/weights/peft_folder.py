@@ -1,7 +1,5 @@
 """PEFT folders: adapters by the names that PEFT gives them, written and read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

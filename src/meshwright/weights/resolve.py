@@ -1,7 +1,5 @@
 """Completing a config from the folder that model.weights names, before JAX starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ the left is a dim of this size of which the view is one part: the second of thre
 ``View("d (3 e) -> d e", part=1)``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """ViT: its names and its config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writing a Hugging Face folder: tensor by tensor, and complete or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Checking that devices communicate: an all-reduce with a known result."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any

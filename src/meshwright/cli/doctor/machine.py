@@ -1,7 +1,5 @@
 """Facts about the machine: versions, system, environment, ranks, memory, devices."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

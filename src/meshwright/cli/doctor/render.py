@@ -1,7 +1,5 @@
 """The doctor's report as text, with a block to paste into a bug report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

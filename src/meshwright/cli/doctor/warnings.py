@@ -1,7 +1,5 @@
 """The doctor's warnings: problems and their remedies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Dividing a list of layers into stages of about equal cost, and suggesting how many stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """PipelineStage, pipeline_forward and GPipePipeline: a simple pipeline of dense layers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Running a batch from the host, which starts each stage's own programs in schedule order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Layers in every form that users pass: NNX and Linen modules, functions, pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of a list of layers: no values are shared, and errors name the layer."""
 
-from __future__ import annotations
-
 import dis
 import functools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence

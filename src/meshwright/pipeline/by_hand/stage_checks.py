@@ -1,7 +1,5 @@
 """Checks of the arguments of `mw.pipeline.Pipeline`, before anything is compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import jax

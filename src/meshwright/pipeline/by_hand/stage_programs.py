@@ -1,7 +1,5 @@
 """The compiled programs of a stage on its own devices: forward, backward, its halves, updates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """`Pipeline`: stages given as modules or functions, each on its own devices."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal

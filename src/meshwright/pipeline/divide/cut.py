@@ -1,7 +1,5 @@
 """Cutting a traced loss at its repeated blocks into embedding, blocks and head."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

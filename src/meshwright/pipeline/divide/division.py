@@ -1,7 +1,5 @@
 """Dividing a model's blocks into stages, evenly or nearly so."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 

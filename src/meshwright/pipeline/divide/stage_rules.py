@@ -5,8 +5,6 @@ devices. Compilers move pieces of a sharded dim by an exchange of all devices of
 stages would deadlock. So dims along which values move, or are looked up, are whole on every device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The stages of a traced loss: embedding, blocks and head as functions, their values and sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

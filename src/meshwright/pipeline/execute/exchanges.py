@@ -1,7 +1,5 @@
 """Exchanges between stages: their order within a tick, and a check that none can hang."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar

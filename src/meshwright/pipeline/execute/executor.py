@@ -1,7 +1,5 @@
 """The executor: one program that every stage runs, tick by tick, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The loss by stages without gradients, as evaluation runs it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

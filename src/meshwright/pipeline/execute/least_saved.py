@@ -1,7 +1,5 @@
 """What to save of a pass: the fewest bytes from which the rest can be recomputed cheaply."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loss and gradients of a batch, its microbatches overlapping in a pipeline of stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

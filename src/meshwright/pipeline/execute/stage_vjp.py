@@ -1,7 +1,5 @@
 """A stage's forward and backward as programs, and the values saved from one to the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The computation of one stage for one microbatch: forward passes and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

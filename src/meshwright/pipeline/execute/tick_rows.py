@@ -1,7 +1,5 @@
 """The tick table as arrays: a row per tick, slots for what outlives it, counts of operations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Warnings about pipelines that wait too much, with the numbers and the better setting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Pipeline schedules: the order in which each stage works on its microbatches."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """When each stage works and when it waits: stages on their own, or in lockstep, tick by tick."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction

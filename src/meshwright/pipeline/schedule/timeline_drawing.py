@@ -1,7 +1,5 @@
 """When the operations of a pipeline run, drawn in the terminal or as an SVG: time goes across."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """NVIDIA GPUs that are not on this machine, and to compile programs for them all the same."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata, util
 from typing import Any

@@ -1,7 +1,5 @@
 """How fast the devices of this machine are: products, memory and sums over devices, timed."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """This machine as hardware to plan for: its memory, and what was measured once and kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

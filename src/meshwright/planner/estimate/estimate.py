@@ -1,7 +1,5 @@
 """What a plan needs on some hardware: memory and time per device, by what they are used for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

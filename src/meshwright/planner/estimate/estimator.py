@@ -1,7 +1,5 @@
 """Estimates of plans for one model, from its traced program."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What learning from rewards needs besides a step: cached rows, gathered weights, a reference."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The programs of a model that estimates are made from, each traced and scheduled once."""
 
-from __future__ import annotations
-
 import functools
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What the devices of each mesh axis have to send per step, and how long that takes."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Estimates in words: what takes memory, what takes time, and why one plan is slower."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from meshwright.mesh.axes import MESH_AXES, describe_sizes

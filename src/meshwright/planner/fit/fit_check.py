@@ -1,7 +1,5 @@
 """Whether a step can fit into memory: what it needs at least, checked before it is compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import jax

@@ -1,7 +1,5 @@
 """The error when a device runs out of memory: what the step needs, and what would need less."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass

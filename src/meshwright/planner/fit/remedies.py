@@ -1,7 +1,5 @@
 """Changes to a plan that need less memory, and how much each is predicted to save."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

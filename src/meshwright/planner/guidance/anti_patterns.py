@@ -1,7 +1,5 @@
 """Common mistakes in plans, by name, with the numbers of the plan that makes them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

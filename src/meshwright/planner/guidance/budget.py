@@ -1,7 +1,5 @@
 """What training costs: time, device-hours and money for so many tokens, samples or epochs."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The plans for a model, searched and explained: the whole report, or the best one in a line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """What is said about plans, row by row: the terminal, the page and JSON show the same rows."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 

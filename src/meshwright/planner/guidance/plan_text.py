@@ -1,7 +1,5 @@
 """A report about plans for the terminal: sentences, tables and bars."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType

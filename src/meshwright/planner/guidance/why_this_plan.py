@@ -1,7 +1,5 @@
 """The decision in plain words: why this mesh and these settings, or why no plan fits."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Proofs of estimates: plans are compiled, and compared with what was predicted."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

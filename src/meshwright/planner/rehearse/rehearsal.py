@@ -1,7 +1,5 @@
 """Rehearsals: a step compiled for devices that are not there, and how each figure is known."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a search chooses from: meshes of a number of devices, batch sizes, and other settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Why a mesh cannot be used, before anything is estimated; and settings that exclude each other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The search for the fastest plan: every mesh is ranked, or rejected for a reason."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The best plans for other hardware: more or fewer devices, more memory, faster links, batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A rule names the record in benchmarks/results that shows it. `benchmarks/fit_gpu
 times of kernels; `tests/planner/test_gpu_records.py` predicts the recorded plans again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """The loss and its gradients as scheduled kernels, traced once for two samples of one device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The memory of scheduled kernels: which arrays exist at the same time, and where they fit."""
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections.abc import Mapping, Sequence

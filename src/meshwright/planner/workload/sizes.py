@@ -1,7 +1,5 @@
 """How large the arrays of a program are on one device of a mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """What pipeline stages keep: the parts of a program that stages divide, and their slots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

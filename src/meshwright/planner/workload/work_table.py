@@ -1,7 +1,5 @@
 """What kernels do on a device, in arithmetic and memory traffic, and how long that takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields

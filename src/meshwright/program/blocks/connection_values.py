@@ -1,7 +1,5 @@
 """Which values connections of blocks pass along until they are read, and in which slots."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ same switch before every block: branch b is the connection before block b. Value
 later than by the next block are passed along with the activation, in slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Comparing blocks: how their equations differ, said in words, and which runs of blocks repeat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Proving that repeated blocks are the same program on other leaves, to roll them into one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Blocks that are rows of stacked arrays: a Python loop that indexes its weights by number."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

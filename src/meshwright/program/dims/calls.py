@@ -4,8 +4,6 @@ A nested program is walked at every call, with new dims: JAX shares one jaxpr be
 calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

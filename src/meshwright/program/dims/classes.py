@@ -1,7 +1,5 @@
 """Dim classes of a traced program: which dims belong together, and what sharding them costs."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules for dots, convolutions and fused attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules for operations that treat every element alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from meshwright.program.dims.factors import NO_DIM, Dim, Dims

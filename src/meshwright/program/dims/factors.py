@@ -5,8 +5,6 @@ A dim is a tuple of factors, major first. Unifying two dims splits their factors
 form a class: they can only be sharded together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import NamedTuple

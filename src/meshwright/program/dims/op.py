@@ -1,7 +1,5 @@
 """What a propagation rule works with: an equation, what is known about its operands, a log."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

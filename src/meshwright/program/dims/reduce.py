@@ -1,7 +1,5 @@
 """Rules for operations along dims: reductions, cumulative sums, sorts, windows, FFTs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from meshwright.program.dims.factors import Dims

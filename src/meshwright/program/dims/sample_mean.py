@@ -5,8 +5,6 @@ gets a kind (per sample, a sum over samples, or independent of them) and a facto
 with the number of samples, which a mean divides by.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is known about a value with regard to samples, and how it depends on their number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules for operations that move, group, repeat or join dims without computing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from meshwright.program.dims.factors import Dim, Dims

@@ -1,7 +1,5 @@
 """Rules for operations that read or write parts of an array: slices, padding, gather, scatter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshwright.program.dims.factors import Dim, Dims

@@ -1,7 +1,5 @@
 """Dependencies in a program: what some values are computed from, and what depends on them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 import jax

@@ -1,7 +1,5 @@
 """A mesh outside or inside of a `jax.shard_map`, and running code on each device's own part."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

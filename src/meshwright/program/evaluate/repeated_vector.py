@@ -1,7 +1,5 @@
 """Repeating a vector for every row; its gradient, a sum over all rows, is added up in two steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

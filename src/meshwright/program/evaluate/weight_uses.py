@@ -1,7 +1,5 @@
 """The parameters of a traced program: which variables they are, and how they are made ready."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Widening a traced program to float64, including dtypes that the model fixes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading and binding equations and their derivatives, whatever the JAX release."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

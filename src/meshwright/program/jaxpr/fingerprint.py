@@ -1,7 +1,5 @@
 """A digest of a program: equal for two traces of the same function, in any process."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from enum import Enum

@@ -1,7 +1,5 @@
 """How module paths are written into a program, and read back from it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any

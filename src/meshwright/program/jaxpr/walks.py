@@ -1,7 +1,5 @@
 """Following values through a program, and into the programs that its equations call."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, TypeVar

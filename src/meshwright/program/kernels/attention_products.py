@@ -1,7 +1,5 @@
 """The two products of an attention, found by following scores from the first to the second."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Scores exist only inside a block: the forward pass keeps a running maximum and s
 which the backward pass makes weights of scores that it computes again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ If gradients only come from one total, they are computed together with it: its g
 to a factor. Otherwise the backward pass recomputes the logits of each part.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Finds the regions of a traced loss that kernels replace, and says why others stay as written."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

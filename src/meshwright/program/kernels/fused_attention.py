@@ -1,7 +1,5 @@
 """Attention: the kernels for GPUs, and forms for any device that save no scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

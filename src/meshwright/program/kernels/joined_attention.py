@@ -6,8 +6,6 @@ with the one before it: each then has as many chunks of keys before its queries 
 a window, devices fetch the keys inside of it from those before them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Masks of attention: which of them depend on no data, and what they allow."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Recognizes attention: a product of queries and keys, a softmax, and a product with values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

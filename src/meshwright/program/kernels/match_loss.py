@@ -6,8 +6,6 @@ the formula is does not matter: cross entropy with or without weights, z-loss, l
 distillation, accuracy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax.numpy as jnp

@@ -5,8 +5,6 @@ that the sums are computed from, and forward as long as only this activation, sc
 read. An activation function starts at a transcendental function of a layer's output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Loops through positions that pass their states on, from device to device."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec

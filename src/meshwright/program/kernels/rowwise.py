@@ -1,7 +1,5 @@
 """Norms and activations whose gradient recomputes them from their inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

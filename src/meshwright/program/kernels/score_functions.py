@@ -1,7 +1,5 @@
 """What attention computes from the products of queries and keys, read for blocks of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

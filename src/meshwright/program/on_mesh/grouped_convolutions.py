@@ -4,8 +4,6 @@ If samples are sharded over one axis and nothing over another, XLA sums the grad
 convolution's kernel over both: the result is too large by the size of the second.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

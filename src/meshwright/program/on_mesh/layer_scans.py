@@ -1,7 +1,5 @@
 """Scans over stacked layers: weights gathered layer by layer, blocks under a remat policy."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 

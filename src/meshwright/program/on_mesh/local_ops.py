@@ -5,8 +5,6 @@ independent there. The gradient of a grouped convolution's kernel is summed over
 nothing (see `grouped_convolutions`). Inside a `jax.shard_map` neither happens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

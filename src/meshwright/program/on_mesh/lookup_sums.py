@@ -1,7 +1,5 @@
 """How the gradients of lookups are summed over devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Where loops read weights, by operations that every device can run on its own samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

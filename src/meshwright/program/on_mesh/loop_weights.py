@@ -7,8 +7,6 @@ devices. Operations that read it run on a device's own samples and its own row. 
 rows are added up in the loop, where nothing is sent, and the rows are summed after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

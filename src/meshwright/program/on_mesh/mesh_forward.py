@@ -4,8 +4,6 @@ Within a `jax.shard_map` it is the loss of one device's samples, with the random
 would get in the whole batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

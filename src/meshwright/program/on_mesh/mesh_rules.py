@@ -1,7 +1,5 @@
 """The rules of a program on a mesh: weights gathered where they are read, gradients in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

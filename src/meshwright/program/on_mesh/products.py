@@ -5,8 +5,6 @@ XLA widens both operands, which takes twice their memory, and multiplies at half
 gradients of convolutions that are plain products are computed as products.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

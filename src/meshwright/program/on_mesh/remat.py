@@ -1,7 +1,5 @@
 """What a block saves for its backward pass, and what it recomputes or gathers again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ In the program this order is a data dependency: a block passes its sharded weigh
 whose backward pass returns them tied to its incoming gradient.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

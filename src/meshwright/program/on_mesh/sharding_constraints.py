@@ -1,7 +1,5 @@
 """Sharding constraints: layouts of activations between modules, and those that a model asks for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

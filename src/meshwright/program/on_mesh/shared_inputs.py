@@ -6,8 +6,6 @@ The compiler can only merge reductions that are added to each other directly. Th
 therefore read one copy of the activation, so that the sum becomes r + ((v + k) + q).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ adapted wherever it is multiplied, convolved with or looked up. In parts that co
 (`reference`), it is the weight alone.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the structure is read. The model may therefore keep it anywhere, also in closure
 attributes, and read it as Python numbers, as if it were built outside of a trace.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext

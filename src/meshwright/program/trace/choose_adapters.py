@@ -1,7 +1,5 @@
 """Which weights of a model get adapters: by path patterns, and by what the loss does with them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A function of a model and a batch as a program of their leaves, with what it changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

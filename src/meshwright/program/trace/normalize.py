@@ -1,7 +1,5 @@
 """The traced program in normal form: calls inlined, transposes folded into products."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

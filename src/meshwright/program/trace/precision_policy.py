@@ -1,7 +1,5 @@
 """The precision policy of a traced model: which values are cast, and where."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any

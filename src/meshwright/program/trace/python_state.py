@@ -4,8 +4,6 @@
 raises in its second call if an array is kept on ``self`` outside of a variable.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

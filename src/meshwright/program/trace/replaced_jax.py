@@ -1,7 +1,5 @@
 """Functions of JAX that are replaced while a model is built or its loss is traced."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import threading

@@ -5,8 +5,6 @@ may have had another. While a loss is traced, constraints become values with a n
 axes were asked for; `on_mesh/sharding_constraints` turns these into layouts on the mesh.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

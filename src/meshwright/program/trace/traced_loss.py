@@ -1,7 +1,5 @@
 """Tracing a user's loss once to a flat program, which all later passes work on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

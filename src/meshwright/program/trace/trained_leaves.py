@@ -1,7 +1,5 @@
 """What of a model is trained: variables by filter or path, and adapters."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

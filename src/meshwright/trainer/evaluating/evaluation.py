@@ -1,7 +1,5 @@
 """Evaluation and prediction: the trained model in eval mode on every sample of some data."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack

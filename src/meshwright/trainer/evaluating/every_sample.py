@@ -1,7 +1,5 @@
 """Batches for evaluation and prediction: every sample of the data exactly once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

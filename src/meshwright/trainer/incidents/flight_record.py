@@ -1,7 +1,5 @@
 """The flight record of a step that was not finite: what replaying it needs, written and read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Steps that are not finite: finding them, what a run does about them, and the errors."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a run does about a step that was not finite: it stops, skips it, or goes back."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Replaying a step that was not finite, to find the module and the samples responsible."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The result of replaying a step, as a record, as text and as JSON."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which equation and which samples a step that was not finite comes from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

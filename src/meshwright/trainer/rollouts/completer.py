@@ -1,7 +1,5 @@
 """Completes prompts, and has rewards score what comes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """A rollout: the current model completes prompts, rewards score them, and a batch comes of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor

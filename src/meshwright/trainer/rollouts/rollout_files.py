@@ -1,7 +1,5 @@
 """The files of rollouts: completions and rewards as JSON lines, and the batch in use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

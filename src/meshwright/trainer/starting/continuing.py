@@ -1,7 +1,5 @@
 """Continuing a run in memory: a second `fit` of a trainer, without compiling again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -5,8 +5,6 @@ Every process then plans for all devices first, and shrinks that plan to the dev
 The launcher learns which numbers of processes have a mesh, so that it can choose one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What the initial model computes once for every sample, at the start of a run."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from zipfile import BadZipFile

@@ -1,7 +1,5 @@
 """The data that a trainer is given, as `Data`, and its first batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

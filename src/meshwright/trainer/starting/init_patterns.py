@@ -1,7 +1,5 @@
 """Which parameters of another run a run starts from, and under which names: `init_patterns`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate of steps, as far as it can be found inside an optax optimizer."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The plan of a trainer: what its settings say, or what the planner chooses."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ pair of functions, and its settings are what these functions close over. The sam
 made by other functions, partial functions and bound methods.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

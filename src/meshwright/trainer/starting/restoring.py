@@ -1,7 +1,5 @@
 """Restoring the state of a run: from the checkpoint it resumes from, or to go back to."""
 
-from __future__ import annotations
-
 import shlex
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Resuming from a checkpoint: finding it, checking that it fits the run, restoring it."""
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence

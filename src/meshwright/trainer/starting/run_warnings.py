@@ -1,7 +1,5 @@
 """Warnings about a run, at its start and at its end, and settings that do not go together."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """What a run from Python trains, as a checkpoint records it, and what has changed since."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a run starts: a checkpoint, the last `fit`, weights, another run, or random values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

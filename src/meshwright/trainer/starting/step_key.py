@@ -1,7 +1,5 @@
 """A key that stands for the step of a run that is made of Meshwright's own code alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A run folder remembers where they are (a Hugging Face folder, or its own folder 
 digest, which is compared whenever they are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

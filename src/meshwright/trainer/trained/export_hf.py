@@ -1,7 +1,5 @@
 """Exporting a trained model as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence

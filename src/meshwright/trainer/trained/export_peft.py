@@ -1,7 +1,5 @@
 """Exporting the adapters of a run as a PEFT folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

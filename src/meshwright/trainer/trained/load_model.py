@@ -1,7 +1,5 @@
 """Loading a trained model from a run folder."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

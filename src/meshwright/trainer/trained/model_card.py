@@ -1,7 +1,5 @@
 """The model card of an export: what was trained, on which data, how and where."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A sample of text from a trained language model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
