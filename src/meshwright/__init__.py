@@ -9,10 +9,10 @@ from meshwright.runtime.lazy import lazy_names
 if TYPE_CHECKING:
     from meshwright import pipeline
     from meshwright.checkpoint import export_safetensors, read_params
+    from meshwright.config.lora_section import LoRA
     from meshwright.config.schema import (
         CheckpointConfig,
         Config,
-        LoRA,
         PipelineConfig,
         ShardingConfig,
         TrackingConfig,

@@ -4,12 +4,15 @@ import difflib
 import re
 import typing
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from meshwright.errors import Spelling, UserError, current_spelling, did_you_mean
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+"""A number of steps or samples; counters on devices have 32 bits."""
 
 
 class _Explaining(type(BaseModel)):

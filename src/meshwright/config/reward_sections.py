@@ -1,12 +1,10 @@
 """The sections of ``task=grpo``: what is learned from rewards, and how completions are drawn."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from meshwright.config.base import Frozen
-
-Positive = Annotated[int, Field(ge=1, lt=2**31)]
+from meshwright.config.base import Count, Frozen
 
 
 class GrpoConfig(Frozen):
@@ -40,9 +38,9 @@ class GrpoConfig(Frozen):
     rewards: list[str] = Field(default_factory=list[str])
     reward_weights: list[float] | None = None
     reward_seconds: float = Field(default=10.0, gt=0)
-    reward_processes: Positive = 2
+    reward_processes: Count = 2
     num_generations: int = Field(default=4, ge=2, lt=2**16)
-    num_iterations: Positive = 1
+    num_iterations: Count = 1
     beta: float = Field(default=0.08, ge=0)
     kl: Literal["loss", "reward"] = "loss"
     epsilon: float = Field(default=0.2, gt=0, lt=1)
@@ -69,10 +67,10 @@ class GenerationConfig(Frozen):
         generation_batch_size: completions that are generated at a time; null means all of a step.
     """
 
-    max_prompt_length: Positive = 256
-    max_generation_steps: Positive = 512
+    max_prompt_length: Count = 256
+    max_generation_steps: Count = 512
     temperature: float = Field(default=0.9, gt=0)
     top_k: int = Field(default=50, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     eos_tokens: list[int] | None = None
-    generation_batch_size: Positive | None = None
+    generation_batch_size: Count | None = None

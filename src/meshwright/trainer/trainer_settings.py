@@ -22,10 +22,10 @@ from meshwright.config.argument_checks import (
     wrong_kind,
 )
 from meshwright.config.base import SYNONYMS, shorten
+from meshwright.config.lora_section import LoRA
 from meshwright.config.schema import (
     CheckpointConfig,
     KernelChoice,
-    LoRA,
     OnNonfinite,
     PipelineConfig,
     Precision,

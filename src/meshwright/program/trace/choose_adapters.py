@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.config.schema import LoRA
+from meshwright.config.lora_section import LoRA
 from meshwright.errors import Setting, UserError
 from meshwright.program.jaxpr.equations import CALLS, REMATS, ClosedJaxpr, Equation
 from meshwright.program.jaxpr.names import matches

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshwright.config.schema import LoRA
+from meshwright.config.lora_section import LoRA
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.adapters import Adapter, merge_adapters

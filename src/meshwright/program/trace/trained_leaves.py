@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from meshwright.config.schema import LoRA
+from meshwright.config.lora_section import LoRA
 from meshwright.errors import Setting, UserError
 from meshwright.program.jaxpr.names import matches, path_text
 

@@ -13,7 +13,8 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from meshwright.checkpoint.export import read_groups
-from meshwright.config.schema import Config, LoRA
+from meshwright.config.lora_section import LoRA
+from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import UserModel
 from meshwright.mesh.build import Device
