@@ -1,6 +1,5 @@
 """`meshwright train`: trains from a config, and writes the run folder."""
 
-import importlib
 import json
 import shlex
 from collections.abc import Generator
@@ -10,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# Reading the data imports it anyway, but then the devices wait; now they start.
+import grain as _grain  # noqa: F401
 from rich.text import Text
 
 from meshwright.cli.invocation import invoked_as
@@ -29,9 +30,6 @@ from meshwright.trainer.run_dir import claimed_folder
 from meshwright.trainer.starting.resume import find_resume_point
 from meshwright.trainer.starting.run_warnings import fitting_warmup, schedule_warnings
 from meshwright.trainer.trained.fit_result import summarize
-
-# Reading the data imports it anyway, but then the devices wait; now they start.
-importlib.import_module("grain")
 
 
 def run(request: Request) -> int:
