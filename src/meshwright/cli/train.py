@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # Reading the data imports it anyway, but then the devices wait; now they start.
-import grain as _grain  # noqa: F401
+import grain  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from rich.text import Text
 
 from meshwright.cli.invocation import invoked_as
