@@ -159,6 +159,11 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_choice.py
 	@$(BIN)/python benchmarks/gpu_generate.py
 	@$(BIN)/python benchmarks/gpu_grpo.py
+	@$(BIN)/python benchmarks/gpu_scores.py
+	@$(BIN)/python benchmarks/gpu_context_attention.py
+	@$(BIN)/python benchmarks/gpu_context_attention.py --steps
+	@$(BIN)/python benchmarks/gpu_longest.py --side meshwright
+	@$(BIN)/python benchmarks/gpu_longest.py --side transformers
 	@$(BIN)/python benchmarks/page.py
 
 compiler-benchmarks: setup
@@ -167,6 +172,7 @@ compiler-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_overlap.py
 	@$(BIN)/python benchmarks/gpu_memory.py
 	@$(BIN)/python benchmarks/gpu_unseen.py
+	@$(BIN)/python benchmarks/gpu_longest.py --side compiled
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

@@ -9,6 +9,7 @@ The peer checkpoints its blocks (sdpa, bf16 autocast, fused AdamW, a compiled lo
 lengths until one does not fit.
 
     python benchmarks/gpu_longest.py --side meshwright
+    python benchmarks/gpu_longest.py --side compiled    # ours for an H200 that is not here
     python benchmarks/gpu_longest.py --side transformers
     python benchmarks/gpu_longest.py --side meshwright --tiny    # on a CPU, not recorded
 """
@@ -18,10 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +34,22 @@ import numpy as np
 STEP = 8192
 """Lengths are multiples of it."""
 FIRST = {"meshwright": 131072, "transformers": 32768}
+SHARE, H200_BYTES = 0.95, 149_557_477_376
+"""What JAX takes of a GPU's memory here, and that of an H200."""
 TINY_STEP, TINY_FIRST, TINY_CAPACITY = 128, 256, {"meshwright": 160 * 2**20, "transformers": 1024}
 """With --tiny; what the peer has is a length, because CPUs do not tell what it holds."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--side", choices=("meshwright", "transformers"), required=True)
+    parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--to-the-end", action="store_true", help="wait for the longest step")
     options = parser.parse_args()
     # By default JAX leaves a quarter of the memory to others.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(SHARE))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    measure = ours if options.side == "meshwright" else peer
-    row = {"side": options.side, **measure(options)}
+    row = {"side": options.side, **SIDES[options.side](options)}
     print(json.dumps(row), flush=True)
     if not options.tiny:
         record(row)
@@ -57,9 +62,11 @@ def record(row: dict[str, Any]) -> None:
     from gpu_peers import gpu_name
     from record import read_record, write_record
 
-    kept = [r for r in read_record("gpu_longest").get("rows", []) if r["side"] != row["side"]]
+    before = read_record("gpu_longest")
+    kept = [r for r in before.get("rows", []) if r["side"] != row["side"]]
     rows = sorted([*kept, row], key=lambda row: row["side"])
-    write_record("gpu_longest", {"gpu": gpu_name(), "model": "llama3_1b", "rows": rows})
+    gpu = gpu_name() or before.get("gpu", "")
+    write_record("gpu_longest", {"gpu": gpu, "model": "llama3_1b", "rows": rows})
 
 
 def longest(bytes_at: dict[int, int], capacity: int, step: int) -> int:
@@ -113,12 +120,44 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
             found -= 4 * step
     return {
         "longest": found,
+        "with": f"JAX {version('jax')}",
         "capacity_bytes": capacity,
         "compiled_bytes": sizes,
         "predicted_bytes": program.predicted(),
         "ran": {"length": first, "step_seconds": ran[-1], "peak_bytes": peak},
         **begun,
     }
+
+
+def compiled(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the longest row whose step, compiled for an H200, needs no more than it has."""
+    capacity = int(SHARE * H200_BYTES)
+    sizes = {length: rehearsed(length) for length in (262144, 524288)}
+    found = longest(sizes, capacity, STEP)
+    while sizes.setdefault(found, rehearsed(found)) > capacity:
+        found -= STEP
+    jax = f"JAX {version('jax')}"
+    return {"longest": found, "capacity_bytes": capacity, "compiled_bytes": sizes, "with": jax}
+
+
+def rehearsed(length: int) -> int:
+    """Return what `meshwright rehearse` says that a step needs on an H200."""
+    words = [*settings(length, tiny=False), "hardware=1xH200", "--memory-share", "1", "--json"]
+    command = [sys.executable, "-m", "meshwright", "rehearse", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    total = json.loads(done.stdout)["memory"]["total_bytes"]
+    say(length=length, bytes=total)
+    return total
+
+
+def settings(length: int, *, tiny: bool) -> list[str]:
+    """Return the config of a training on one row of this length."""
+    return [
+        f"model={'llama3_tiny' if tiny else 'llama3_1b'}", f"model.context_length={length}",
+        f"data.sequence_length={length}", "data=tokens", f"data.path={tokens_file(length)}",
+        "data.eval_fraction=0", "training.global_batch_size=1", "precision=bf16",
+        "sharding.remat=full", "sharding.blocks=scan",
+    ]  # fmt: skip
 
 
 class Program:
@@ -131,13 +170,7 @@ class Program:
         from meshwright.planner.fit.fit_check import batch_shapes
         from meshwright.recipe import make_recipe
 
-        words = [
-            f"model={'llama3_tiny' if tiny else 'llama3_1b'}", f"model.context_length={length}",
-            f"data.sequence_length={length}", "data=tokens", f"data.path={tokens_file(length)}",
-            "data.eval_fraction=0", "training.global_batch_size=1", "precision=bf16",
-            "sharding.remat=full", "sharding.blocks=scan",
-        ]  # fmt: skip
-        config = validate(compose_config(words))
+        config = validate(compose_config(settings(length, tiny=tiny)))
         started = time.perf_counter()
         self.length, self._plan = length, make_plan(config, 1)
         self._recipe = make_recipe(config, 1)
@@ -215,7 +248,9 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
     row = tried[found]
     assert row is not None
     refused = [length for length, row in tried.items() if row is None]
-    return {"longest": found, "capacity_bytes": capacity, "refused": min(refused), **row}
+    packages = f"transformers {version('transformers')}, PyTorch {torch.__version__}"
+    found_here = {"longest": found, "capacity_bytes": capacity, "refused": min(refused)}
+    return {**found_here, **row, "with": packages}
 
 
 def peer_step(device: str, tiny: bool) -> Callable[[int], float]:
@@ -276,6 +311,13 @@ def attempt(
         return None
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return {"step_seconds": time.perf_counter() - started, "peak_bytes": peak, "loss": loss}
+
+
+SIDES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "meshwright": ours,
+    "compiled": compiled,
+    "transformers": peer,
+}
 
 
 if __name__ == "__main__":

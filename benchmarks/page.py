@@ -34,7 +34,7 @@ def section(name: str) -> str:
     if not (RESULTS / f"{name}.json").exists():
         return "\nNot measured yet.\n"
     record = json.loads((RESULTS / f"{name}.json").read_text())
-    targets = [f"- {what}: {found}" for what, found in record["targets"].items()]
+    targets = [f"- {what}: {found}" for what, found in record.get("targets", {}).items()]
     parts = ["\n".join(TABLES[name](record)), "\n".join(targets), circumstances(record)]
     return "\n" + "\n\n".join(filter(None, parts)) + "\n"
 
@@ -174,6 +174,42 @@ def gpu_grpo(record: dict[str, Any]) -> list[str]:
         for side, row in record["sides"].items()
     ]
     return table(heads, rows)
+
+
+def gpu_context_attention(record: dict[str, Any]) -> list[str]:
+    """Attention and steps of one device's part, compared with one device that has the whole row."""
+    count, rows = record["context"], []
+    for row in record["rows"]:
+        window = f", window of {row['window']:,}" if row["window"] else ""
+        rows.append([
+            f"attention, {row['positions']:,} positions{window}",
+            f"{row['whole_row_s']:.3f}", f"{row['one_device_s']:.4f}", f"{row['over_share']:.2f}",
+        ])  # fmt: skip
+    whole, part = (record["steps"][name] for name in ("whole", "part"))
+    rows.append([
+        "a step of two blocks of Llama 3 8B", f"{whole['compute_seconds']:.3f}",
+        f"{part['compute_seconds']:.4f}", f"{record['steps']['over_share']:.2f}",
+    ])  # fmt: skip
+    heads = ("", "whole row, s", f"one of {count} parts, s", "over its share")
+    memory = [
+        f"Memory of that part: {part['peak_bytes'] / 1e9:.1f} GB; "
+        f"planned: {part['predicted_peak_bytes'] / 1e9:.1f} GB ({part['peak_error']:+.1%})."
+    ]
+    return [*table(heads, rows), "", *memory]
+
+
+def gpu_longest(record: dict[str, Any]) -> list[str]:
+    """The longest row of each side."""
+    names = {
+        "meshwright": "Meshwright",
+        "compiled": "Meshwright, compiled for an H200; not run",
+        "transformers": "transformers",
+    }
+    rows = []
+    for row in record["rows"]:
+        needed = row.get("peak_bytes") or row["compiled_bytes"][str(row["longest"])]
+        rows.append([names[row["side"]], f"{row['longest']:,}", f"{needed / 1e9:.1f}", row["with"]])
+    return table(("", "tokens of the row", "GB", "with"), rows)
 
 
 def gpu_plain_loop(record: dict[str, Any]) -> list[str]:
@@ -602,6 +638,8 @@ TABLES = {
     "gpu_start": gpu_start,
     "gpu_trainer_overhead": trainer_overhead,
     "gpu_largest": gpu_largest,
+    "gpu_longest": gpu_longest,
+    "gpu_context_attention": gpu_context_attention,
     "gpu_overlap": gpu_overlap,
     "gpu_memory": gpu_memory,
     "gpu_unseen": gpu_unseen,
