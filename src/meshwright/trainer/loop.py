@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint.store import StateNotFinite
+from meshwright.processes import process_count
 from meshwright.profile import NoProfiling
 from meshwright.runtime.heartbeat import Doing, Heartbeat, own_heartbeat
 from meshwright.runtime.hooks import log_hooks
@@ -242,7 +243,14 @@ class Loop:
         if self.evaluator is None or progress.step in progress.eval:
             return
         with self.heartbeat.during(Doing.EVALUATING):
-            self._report_evaluation(self.evaluator(state, self.log.warn), progress)
+            try:
+                values = self.evaluator(state, self.log.warn)
+            except Exception:
+                # Others may not have failed, and would not take part.
+                if process_count() == 1:
+                    self._save(state, progress)
+                raise
+            self._report_evaluation(values, progress)
 
     def _report_evaluation(self, values: Metrics, progress: Progress) -> None:
         progress.eval[progress.step] = self.context.eval_metrics = values

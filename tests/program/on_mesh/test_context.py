@@ -312,6 +312,22 @@ def test_a_run_goes_on_without_the_axis_and_on_another_one(tmp_path):
 
 
 @pytest.mark.full
+def test_samples_that_data_does_not_divide_are_evaluated_in_divided_rows():
+    trained = [
+        mw.Trainer(
+            model=llama(),
+            loss=TASK.loss,
+            optimizer=optax.sgd(0.1),
+            mesh=mesh,
+            kernels="xla",
+            devices=jax.devices()[:devices],
+        ).fit(tokens(), steps=1, batch_size=4, eval_data=tokens(7))
+        for mesh, devices in (("context=2,data=2,tensor=2", 8), ("data=1", 1))
+    ]
+    divided, whole = (result.eval[1]["loss"] for result in trained)
+    assert divided == pytest.approx(whole, rel=1e-6)
+
+
 def test_two_processes_read_their_own_samples_and_have_the_losses_of_one(tmp_path):
     program = Path(rows_in_processes.__file__).read_text()
     said = run_processes(program, [str(tmp_path / "two")], count=2)

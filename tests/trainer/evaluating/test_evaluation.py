@@ -1,6 +1,7 @@
 """Evaluation and prediction: every sample exactly once, on any mesh."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +14,7 @@ from quick import quick_module
 import meshwright as mw
 from meshwright.errors import UserError
 from meshwright.trainer import programs
+from meshwright.trainer.evaluating.evaluation import Evaluator
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -222,3 +224,18 @@ def test_a_loss_that_cannot_be_evaluated_is_an_error_when_it_is():
         )
     # The line of a step comes before that of its evaluation.
     assert trained == [1, 2]
+
+
+def test_an_evaluation_that_fails_costs_no_step(tmp_path, monkeypatch):
+    trainer = mw.Trainer(model=Net, loss=mean_loss, optimizer=optax.sgd(0.01))
+    fit = partial(trainer.fit, samples(8), batch_size=8, run_dir=tmp_path, eval_data=samples(8, 2))
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "__call__", fail)
+        with pytest.raises(ZeroDivisionError):
+            fit(steps=3)
+    resumed = fit(steps=4)
+    assert list(resumed.losses) == [4]

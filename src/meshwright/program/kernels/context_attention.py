@@ -100,6 +100,8 @@ class AttentionLayouts:
         fits = of_heads and len(counts) == 1 and 0 not in counts and shared.own % 4 == 0
         if self.by_heads or not fits or not allowed.causal or not operands.for_chunks:
             return self
+        if CONTEXT not in self.rows:
+            return self
         if shared.halo >= self.length - shared.own:
             return self
         moved = [(n / 2 / size, ahead) for n in self.moved for ahead in (True, False)]

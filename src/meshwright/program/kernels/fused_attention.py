@@ -59,7 +59,7 @@ class AttentionKernel:
         else:
             planned = self.planned and form != "xla"
             attend = make_attend(self.operands, "planned" if planned else form)
-            own = exchange is not None and not exchange.by_heads
+            own = exchange is not None and CONTEXT in exchange.rows and not exchange.by_heads
             run = partial(run_attention, self.operands, attend, own_rows=own)
             result = run_locally(run, inputs, self.layouts[:-1], self.layouts[-1], mesh)
         return [result if exchange is None else constrain(result, mesh.sharding(exchange.rows))]

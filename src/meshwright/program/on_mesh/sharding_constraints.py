@@ -62,10 +62,10 @@ def _crossing(program: ProgramDims) -> Iterator[Var]:
 def activation_layouts(
     classes: DimClasses, batch_axes: Mapping[str, int], tensor_dim: TensorDim, context: int = 1
 ) -> LayoutOf:
-    """Return what gives the layout of an activation, or None if its samples cannot be sharded.
+    """Return what gives the layout of an activation, or None if nothing of it can be sharded.
 
-    Rows are sharded over the context axis. What relates positions to each other, as scores and
-    masks do, is left to what attention reads.
+    Rows are sharded over the context axis, also where the batch axes do not divide the samples.
+    What relates positions to each other, as scores and masks do, is left to what attention reads.
 
     Args:
         classes: the dims of the program's variables.
@@ -81,13 +81,12 @@ def activation_layouts(
         rows = classes.positions(program, variable) if context > 1 else []
         if len(rows) > 1:
             return None
-        for number, factors in enumerate(dims):
-            if factors and factors[0].id in classes.batch and factors[0].size % replicas == 0:
-                entries[number] = tuple(batch_axes)
-                break
-        else:
-            if replicas > 1 or not rows:
-                return None
+        samples = [n for n, dim in enumerate(dims) if dim and dim[0].id in classes.batch]
+        whole = next((n for n in samples if dims[n][0].size % replicas == 0), None)
+        if whole is not None:
+            entries[whole] = tuple(batch_axes)
+        elif not rows or (replicas > 1 and not samples):
+            return None
         for number in rows:
             entries[number] = CONTEXT
         sharded = tensor_dim(dims)
