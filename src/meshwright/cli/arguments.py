@@ -55,10 +55,14 @@ class Arguments:
     def words(self, *names: str, example: str) -> tuple[str, ...]:
         """Return the words of a command without a config; there must be as many as names."""
         if len(self.overrides) != len(names):
+            fix = f"write meshwright {self.command.name} {example}"
+            if any(map(_is_setting, self.overrides)):
+                flags = [flag.name for flag in self.command.flags if flag.value]
+                fix += f"; instead of settings it has flags: {', '.join(flags)}"
             raise UserError(
                 f"{self.command.name} takes {' and '.join(names)}",
                 why=f"given: {' '.join(self.overrides) or 'nothing'}",
-                fix=f"write meshwright {self.command.name} {example}",
+                fix=fix,
             )
         return self.overrides
 

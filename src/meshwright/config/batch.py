@@ -70,12 +70,11 @@ def solve_batch(
         total = micro * replicas * steps
     elif micro is None:
         steps = 1 if steps is None else steps
-        micro = _divide(
-            total, replicas * steps, f"{describe_replicas(replicas)} × accumulation {steps}"
-        )
+        meaning = f"{describe_replicas(replicas)} × accumulation {steps}"
+        micro = _divide(total, replicas, steps, meaning)
     elif steps is None:
         by = f"micro_batch_size {micro} × {describe_replicas(replicas)}"
-        steps = _divide(total, micro * replicas, by, _other_micro(total, replicas, micro))
+        steps = _divide(total, replicas, micro, by, _other_micro(total, replicas, micro))
     return Batch.parse(
         {
             "global_batch_size": total,
@@ -111,16 +110,23 @@ def _other_micro(total: int, replicas: int, micro: int) -> str:
     return f"a micro_batch_size of {choices} would work, or "
 
 
-def _divide(total: int, by: int, meaning: str, instead: str = "") -> int:
+def _divide(total: int, replicas: int, times: int, meaning: str, instead: str = "") -> int:
+    by = replicas * times
     if total % by == 0 and total >= by:
         return total // by
     below, above = total // by * by, (total // by + 1) * by
-    shared = "" if below else f"; or let several devices share each row ({Setting('mesh.context')})"
+    shared = "" if below else f"; or {share_rows(total, replicas)}"
     raise UserError(
         f"a global batch of {counted(total, 'sample')} cannot be divided",
         why=f"{meaning} = {by}, and {total} is not a multiple of {by}",
         fix=instead + _would_work(*(size for size in (below, above) if size)) + shared,
     )
+
+
+def share_rows(samples: int, devices: int) -> str:
+    """Return the advice for a batch with fewer samples than there are devices."""
+    size = (devices // samples,) if devices % samples == 0 else ()
+    return f"let several devices share each row ({Setting('mesh.context', *size)})"
 
 
 def _contradiction(total: int, micro: int, replicas: int, steps: int, fix: str) -> UserError:

@@ -221,10 +221,11 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     wanted = asked = canonical_sizes(sizes)
     unknown = [axis for axis, size in wanted.items() if size == INFER]
     if len(unknown) > 1:
+        least = "data" if "data" in unknown else unknown[-1]
         raise UserError(
             f"{' and '.join(str(Setting(f'mesh.{a}')) for a in unknown)} are both {INFER}",
             why="only one axis can be inferred from the number of devices",
-            fix=f"write a size for all but one, such as {Setting(f'mesh.{unknown[-1]}', 1)}",
+            fix=f"write a size for all but one, such as {Setting(f'mesh.{least}', 1)}",
         )
     if not unknown and "data" not in asked:
         wanted = canonical_sizes({**asked, "data": INFER})

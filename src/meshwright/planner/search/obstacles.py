@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.config.batch import nearest_divisors
+from meshwright.config.batch import nearest_divisors, share_rows
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import Hardware
@@ -126,7 +126,8 @@ def _context(estimator: Estimator, task: PlanTask, sizes: Sizes) -> str:
     if size == 1:
         return ""
     if sizes["pipe"] > 1 or (task.fixed.sync_gradients_every or 1) > 1:
-        return f"context={size} divides rows, which stages and delayed reductions need whole"
+        other = "stages need" if sizes["pipe"] > 1 else "training.sync_gradients_every needs"
+        return f"context={size} divides rows, which {other} whole"
     return estimator.row_obstacle(sizes)
 
 
@@ -214,7 +215,7 @@ def no_mesh(task: PlanTask, rejected: Iterable[Rejection]) -> UserError:
     batch = Setting("training.global_batch_size", *nearest)
     change = "write" if nearest else "change"
     few = task.global_batch_size < task.hardware.count and CONTEXT not in task.fixed.mesh
-    shared = f", let several devices share each row ({Setting('mesh.context')})" if few else ""
+    shared = f", {share_rows(task.global_batch_size, task.hardware.count)}" if few else ""
     return UserError(
         what,
         why="; ".join([*why, *rest]),

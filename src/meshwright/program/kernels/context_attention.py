@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import CONTEXT, TENSOR, entry_names
 from meshwright.program.dims.classes import DimClasses
@@ -39,7 +40,7 @@ from meshwright.program.kernels.attention_products import (
 from meshwright.program.kernels.joined_attention import SharedRows
 from meshwright.program.kernels.passed_states import PassedStates, scales_and_adds
 from meshwright.program.kernels.regions import Substitution, describe
-from meshwright.text.units import counted
+from meshwright.text.units import counted, either
 
 LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
 """Returns how a variable is sharded over the mesh; None if it is not."""
@@ -164,7 +165,7 @@ class ContextExchanges:
         own = [-(-length // self.size) for length in lengths]
         rows = [
             f"rows of {length:,} positions: {part:,} on each device"
-            + (f", {part * self.size - length:,} of them empty" if length % self.size else "")
+            + (f" ({part * self.size:,} with padding)" if length % self.size else "")
             for length, part in zip(lengths, own, strict=True)
         ]
         return [*rows, *describe([sender.use for sender in self.senders])]
@@ -319,7 +320,7 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
         module=module_of(name_stack(scores)) or at.program.path,
         length=length,
         by_heads=by_heads,
-        why=_why(exchanged / gathered, possible=heads is not None, size=size),
+        why=_why(exchanged / gathered, possible=heads is not None, sizes=at.sizes),
         inside=layouts,
         rows=rows,
         sent=sent,
@@ -330,12 +331,13 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
     )
 
 
-def _why(ratio: float, *, possible: bool, size: int) -> str:
+def _why(ratio: float, *, possible: bool, sizes: Mapping[str, int]) -> str:
     if not possible:
-        return f"because {CONTEXT}={size} does not divide its heads of keys"
-    if ratio <= 1:
-        return f"which sends {ratio:.2f}× of what gathering keys and values would"
-    return f"which sends {1 / ratio:.2f}× of what exchanging positions for heads would"
+        axes = " × ".join(f"{a}={sizes[a]}" for a in (CONTEXT, TENSOR) if sizes.get(a, 1) > 1)
+        return f"because {axes} does not divide its heads of keys"
+    other = "gathering keys and values" if ratio <= 1 else "exchanging positions for heads"
+    share = min(ratio, 1 / ratio)
+    return f"which sends {'as much as' if share == 1 else f'{share:.2f}× of what'} {other} would"
 
 
 def _exchange(
@@ -434,26 +436,55 @@ def _find_scans(at: _Placing, found: ContextExchanges) -> None:
         rows = [0 in at.classes.positions(at.program, x) for x in eqn.invars[constants + carries :]]
         if not any(rows):
             continue
+        states = eqn.outvars[:carries]
+        if any(at.classes.positions(at.program, state) for state in states):
+            raise _by_blocks(eqn, found.size)
         if not all(rows) or eqn.params["reverse"] or not scales_and_adds(eqn):
             raise _one_by_one(eqn, found.size)
         if eqn.params["length"] % found.size:
-            why = f"its {eqn.params['length']} steps are not divisible by {found.size}"
-            raise _one_by_one(eqn, found.size, why)
+            raise _uneven(eqn, found.size)
         # What each device adds to a state and how it scales it, and the gradients of its first.
-        nbytes = found.size * sum(map(at.nbytes, eqn.outvars[:carries]))
+        nbytes = found.size * sum(map(at.nbytes, states))
         sent = ("all-gather", 2 * nbytes, True), ("all-gather", nbytes, False)
         module = module_of(name_stack(eqn)) or at.program.path
         assert isinstance(found.scans, dict)
-        states = tuple(PartitionSpec(*at.gathered(v)) for v in eqn.outvars[:carries])
-        found.scans[eqn.outvars[0]] = PassedStates(module, sent, at.program.times, states)
+        layouts = tuple(PartitionSpec(*at.gathered(state)) for state in states)
+        found.scans[eqn.outvars[0]] = PassedStates(module, sent, at.program.times, layouts)
 
 
-def _one_by_one(eqn: Equation, size: int, why: str = "") -> UserError:
+def _one_by_one(eqn: Equation, size: int) -> UserError:
+    return _undivided(
+        size,
+        f"it goes through positions one after the other ({where(eqn)})",
+        why="each position waits for the one before it, and devices would for each other",
+    )
+
+
+def _by_blocks(eqn: Equation, size: int) -> UserError:
+    return _undivided(
+        size,
+        f"it reads their keys one block after the other ({where(eqn)})",
+        why="devices hold different keys, and such a loop would wait for each of them",
+        fix="write attention as softmax(scores) · values or call jax.nn.dot_product_attention, of "
+        "which kernels never store the scores; or ",
+    )
+
+
+def _uneven(eqn: Equation, size: int) -> UserError:
+    steps = eqn.params["length"]
+    return _undivided(
+        size,
+        f"it goes through them in {counted(steps, 'step')} ({where(eqn)})",
+        why=f"devices take equal numbers of steps, and {steps} is not divisible by {size}",
+        fix=f"divide the rows into {either(multiples_around(steps, size))} steps, or ",
+    )
+
+
+def _undivided(size: int, what: str, *, why: str, fix: str = "") -> UserError:
     return UserError(
-        f"{Setting('mesh.context', size)} cannot divide the rows of this model: it goes through "
-        f"positions one after the other ({where(eqn)})",
-        why=why or "each position waits for the one before it, and devices would for each other",
-        fix=f"use {Setting('mesh.fsdp', size)} for these devices",
+        f"{Setting('mesh.context', size)} cannot divide the rows of this model: {what}",
+        why=why,
+        fix=f"{fix}use {Setting('mesh.fsdp', size)} for these devices",
     )
 
 

@@ -210,7 +210,10 @@ class _Finder:
         size = self.exchanges.size
         for length, entry in zip(aval_of(hidden).shape, layout or (), strict=False):
             if entry == CONTEXT and length % size:
-                raise NotReplaced(f"rows of {length} positions are not divisible by context={size}")
+                own = -(-length // size)
+                why = f"rows of {length} positions are not divisible by context={size}"
+                even = f", and the {own} of a device are no multiple of 4" if own % 4 else ""
+                raise NotReplaced(why + even)
 
     def _loss(self, graph: Graph, program: ProgramDims, product: Equation) -> Region:
         match = match_loss(graph, product)

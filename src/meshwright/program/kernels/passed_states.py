@@ -20,7 +20,8 @@ class PassedStates(NamedTuple):
     @property
     def use(self) -> Substitution:
         """How it is evaluated, in words."""
-        how = "each device goes through its own positions, after exchanging their states"
+        how = "each device goes through its own positions"
+        how += ", after exchanging their states" if self.states else ""
         return Substitution("scan", self.module, how)
 
 

@@ -54,12 +54,13 @@ class Substitution:
 
 def describe(substitutions: Sequence[Substitution]) -> list[str]:
     """Return a line for each kind; those that differ only in their block share one."""
-    counts: dict[Substitution, int] = {}
+    kinds: dict[Substitution, list[Substitution]] = {}
     for one in substitutions:
         parts = ["*" if part.isdecimal() else part for part in one.module.split(".")]
-        alike = replace(one, module=".".join(parts))
-        counts[alike] = counts.get(alike, 0) + 1
-    return [str(one) + (f" × {count}" if count > 1 else "") for one, count in counts.items()]
+        kinds.setdefault(replace(one, module=".".join(parts)), []).append(one)
+    return [
+        f"{kind} × {len(each)}" if len(each) > 1 else str(each[0]) for kind, each in kinds.items()
+    ]
 
 
 class NotReplaced(Exception):
