@@ -598,14 +598,16 @@ LABELS = ("earlier", "now")
 def gpu_pipeline(record: dict[str, Any]) -> list[str]:
     """Return the time and memory of a stage by schedule."""
     alone = record["one_gpu"]
-    lines = ["| | ms | × its share | temporary memory | compiled in |", "|---|---|---|---|---|"]
-    lines.append(
-        f"| one GPU, no stages | {alone['seconds'] * 1e3:.1f} | | {alone['temp_gib']} GiB | "
-        f"{alone['compile_s']} s |"
-    )
+    lines = [
+        "| | ms | × its blocks | × its share | temporary memory | compiled in |",
+        "|---|---|---|---|---|---|",
+        f"| one GPU, no stages | {alone['seconds'] * 1e3:.1f} | | | {alone['temp_gib']} GiB | "
+        f"{alone['compile_s']} s |",
+    ]
     return lines + [
         f"| `{row['schedule']}`, first of four stages | {row['seconds'] * 1e3:.1f} | "
-        f"{row['over_its_share']} | {row['temp_gib']} GiB | {row['compile_s']} s |"
+        f"{row.get('over_its_blocks', '')} | {row['over_its_share']} | {row['temp_gib']} GiB | "
+        f"{row['compile_s']} s |"
         for row in record["rows"]
     ]
 
