@@ -120,7 +120,7 @@ def test_a_row_is_the_same_in_any_batch_with_any_padding_and_chunk(model, sample
 @pytest.mark.parametrize(
     "mesh",
     [
-        "fsdp=4,tensor=2",
+        "fsdp=2,context=2,tensor=2",
         *(pytest.param(mesh, marks=pytest.mark.full) for mesh in ("data=8", "pipe=2,data=4")),
     ],
 )

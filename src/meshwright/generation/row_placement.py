@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.compiled.memory import memory_stats
 from meshwright.generation.token_decoder import SplitModel
-from meshwright.mesh.axes import BATCH_AXES, TENSOR, entry_names, resolve_alias
+from meshwright.mesh.axes import ROW_AXES, TENSOR, entry_names, resolve_alias
 from meshwright.program.dims.classes import LeafLabel, find_dim_classes
 from meshwright.sharding.shard import fsdp_sharding
 from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
@@ -31,7 +31,7 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class RowPlacement:
-    """Rows over data and fsdp, weights over tensor alone.
+    """Rows over data, fsdp and context, weights over tensor alone.
 
     Attributes:
         mesh: the mesh; None for one device.
@@ -46,7 +46,7 @@ class RowPlacement:
     @property
     def _row_axes(self) -> tuple[str, ...]:
         names = () if self.mesh is None else self.mesh.axis_names
-        return tuple(name for name in names if resolve_alias(name) in BATCH_AXES)
+        return tuple(name for name in names if resolve_alias(name) in ROW_AXES)
 
     @property
     def parts(self) -> int:

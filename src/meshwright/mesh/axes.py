@@ -124,6 +124,9 @@ TENSOR = "tensor"
 CONTEXT = "context"
 """The axis that divides the positions of rows."""
 
+ROW_AXES = (*BATCH_AXES, CONTEXT)
+"""Axes whose devices generate different rows, or train on different positions."""
+
 ALIASES = {alias: axis.name for axis in MESH_AXES.values() for alias in axis.aliases}
 
 INFER = -1

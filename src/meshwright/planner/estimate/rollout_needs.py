@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from meshwright.mesh.axes import BATCH_AXES, TENSOR
+from meshwright.mesh.axes import ROW_AXES, TENSOR
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import MemoryEstimate
 from meshwright.planner.estimate.model_states import PlacedState
@@ -26,7 +26,7 @@ class RolloutNeeds:
     def on_device(self, plan: Plan, state: PlacedState) -> int:
         """Return the bytes on a device while completions are generated, besides the state."""
         rows = min(self.rows or plan.batch.global_batch_size, plan.batch.global_batch_size)
-        rows = math.ceil(rows / math.prod(plan.size(axis) for axis in BATCH_AXES))
+        rows = math.ceil(rows / math.prod(plan.size(axis) for axis in ROW_AXES))
         # Batches are filled up to a power of two; heads, and with them the cache, are divided.
         cache = 2 ** math.ceil(math.log2(rows)) * self.row_bytes / plan.size(TENSOR)
         same = plan.precision == "no" and state.generating <= state.parameters
