@@ -79,7 +79,8 @@ def fit(data, folder=None, *, steps=STEPS, resume=False, **settings):
         run_dir=folder,
         resume="must" if resume else "auto",
         restart=not resume,
-        checkpoint=mw.CheckpointConfig(every=4),
+        # A repaired batch is another one.
+        checkpoint=mw.CheckpointConfig(every=4, accept_changes=resume),
         progress=False,
     )
 
