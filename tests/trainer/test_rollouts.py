@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -208,6 +209,10 @@ def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tm
     assert f"the reward odd failed for {len(lost)} of 8" in (tmp_path / "events.jsonl").read_text()
     assert result.eval[1]["reward"] == -result.eval[1]["loss"]
     assert result.eval[1]["eval_samples"] == 2
+    assert result.evaluate(PROMPTS[:2]) == result.eval[1]
+    assert made.evaluate(PROMPTS[:2], of=tmp_path) == result.eval[1]
+    assert dict(result.rewards) == {1: seen[0]["reward"]}
+    assert str(result).endswith(f"of held-out prompts {result.eval[1]['reward']:.4f}")
 
 
 @pytest.mark.filterwarnings("ignore:the reward")
@@ -247,6 +252,36 @@ def test_a_trainer_takes_a_loss_or_a_task():
             model=Mean, optimizer=optax.sgd(0.1), task=mw.GRPO(rewards=len_),
             loss=lambda model, batch: 0.0,
         )  # fmt: skip
+
+
+class Placed(Mean):
+    """The same with positions, of which it has six."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.places = nnx.Embed(6, 128, rngs=rngs)
+
+    def __call__(self, tokens):
+        return super().__call__(tokens) + self.places(jnp.arange(tokens.shape[1]))
+
+
+class Foreseeing(Mean):
+    """A model whose probabilities of a token depend on the later ones."""
+
+    def __call__(self, tokens):
+        return super().__call__(tokens) + self.embed(tokens).sum((1, 2))[:, None, None] * (
+            jnp.arange(128) - 64
+        )
+
+
+def test_models_that_cannot_learn_from_rewards_are_named(tmp_path):
+    made = replace(trainer(), model=Placed)
+    with pytest.raises(mw.UserError, match="completions of 3 tokens do not fit the model") as error:
+        made.fit(PROMPTS, steps=1, batch_size=8, progress=False)
+    assert "it takes 6 tokens: the table of positions that gather in places" in error.value.why
+    made = replace(trainer(rewards=len_, beta=0.0, num_iterations=1), model=Foreseeing)
+    with pytest.warns(UserWarning, match="does it see later tokens"):
+        made.fit(PROMPTS, steps=1, batch_size=8, progress=False)
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}~\n{% endfor %}"

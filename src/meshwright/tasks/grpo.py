@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from meshwright.config.reward_sections import GenerationConfig, GrpoConfig
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.program.trace.adapters import reference
 from meshwright.tasks.task import Batch, Metrics, cross_entropy, read_field, weigh
 from meshwright.weighted import Weighted
@@ -53,13 +53,18 @@ class GRPO(GrpoConfig, GenerationConfig):
     @model_validator(mode="after")
     def _fits_the_model(self) -> Self:
         if self.context_length is not None and self.most_tokens > self.context_length + 1:
-            raise UserError(
-                f"prompts of {self.max_prompt_length:,} and completions of "
-                f"{self.max_generation_steps:,} tokens do not fit the model",
-                why=f"its context has {self.context_length:,} tokens",
-                fix="lower generation.max_prompt_length or generation.max_generation_steps",
-            )
+            raise self.too_long(f"its context has {self.context_length:,} tokens")
         return self
+
+    def too_long(self, why: str) -> UserError:
+        """Return the error for a model that takes fewer tokens."""
+        names = ("generation.max_prompt_length", "generation.max_generation_steps")
+        return UserError(
+            f"prompts of {self.max_prompt_length:,} and completions of "
+            f"{self.max_generation_steps:,} tokens do not fit the model",
+            why=why,
+            fix="lower {} or {}".format(*map(Setting, names)),
+        )
 
     @property
     def most_tokens(self) -> int:

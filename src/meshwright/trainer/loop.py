@@ -43,6 +43,13 @@ NO_GRADIENT = (
 )
 """Logged once, since training would continue without changing anything."""
 
+MISMATCH = 5e-3
+"""Ten times what rounding in bf16 makes of the mean k3 of a token."""
+NOT_THE_SAMPLER = (
+    "the model gives tokens other probabilities when it trains than when it sampled them (see "
+    "`mismatch`): does it see later tokens, or draw random numbers in evaluation mode?"
+)
+
 
 @dataclass(kw_only=True)
 class Loop:
@@ -198,11 +205,15 @@ class Loop:
         values |= self.shares
         self.shares = {}
         progress.losses[step] = values["loss"]
+        rewarded = "zero_variance" in values
+        if rewarded:
+            progress.rewards[step] = values["reward"]
         self.context.metrics = values
         self.log.tracker.log("train", step, values)
-        # Completions may all have the same reward.
-        if step == 1 and values["grad_norm"] == 0 and not values.get("zero_variance"):
+        if step == 1 and values["grad_norm"] == 0 and not rewarded:
             self.log.tracker.event("warning", step, NO_GRADIENT, {})
+        if step == 1 and values.get("mismatch", 0) > MISMATCH:
+            self.log.tracker.event("warning", step, NOT_THE_SAMPLER, {})
         for hook in log_hooks:
             hook(step)
         self.callbacks.call("on_log", step, values)

@@ -51,7 +51,7 @@ def out_of_batches(done: int, steps: int | None, seconds: float | None) -> Stop:
 
 @dataclass
 class Progress:
-    """The progress of a run: losses by step from 1, and evaluations by steps done.
+    """The progress of a run: losses and rewards by step from 1, and evaluations by steps done.
 
     Of the steps done, some were skipped, because they were not finite. ``left_out`` are batches
     left out when the run went back, as the first and the last of each.
@@ -59,6 +59,7 @@ class Progress:
 
     step: int = 0
     losses: dict[int, float] = field(default_factory=dict[int, float])
+    rewards: dict[int, float] = field(default_factory=dict[int, float])
     eval: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
     stop: Stop = ALL_DONE
     skipped: int = 0
@@ -71,7 +72,7 @@ class Progress:
     def go_back(self, step: int, skipped: int) -> None:
         """Forget what came after a step."""
         self.step, self.skipped = step, skipped
-        for values in (self.losses, self.eval):
+        for values in (self.losses, self.rewards, self.eval):
             for later in [each for each in values if each > step]:
                 del values[later]
 

@@ -9,6 +9,8 @@ from meshwright.compiled.disk_cache import use_disk_cache
 from meshwright.config.argument_checks import check_count, check_kind, check_path
 from meshwright.config.schema import CheckpointConfig, Config, TrackingConfig
 from meshwright.data.batches import form_of, read_batch
+from meshwright.data.prompts import as_prompts
+from meshwright.data.rollout_data import as_rollouts
 from meshwright.data.user_data import UserData
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
@@ -45,7 +47,7 @@ from meshwright.trainer.starting.resume import find_resume_point
 from meshwright.trainer.starting.run_warnings import warn_of_end
 from meshwright.trainer.starting.start import find_start
 from meshwright.trainer.stepping import SteppingTrainer
-from meshwright.trainer.trained.fit_result import FitResult
+from meshwright.trainer.trained.fit_result import FitResult, with_rollouts
 from meshwright.trainer.trainer_settings import places_unknown
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.trees import Batch, resize_batch
@@ -191,6 +193,7 @@ class Trainer(SteppingTrainer):
             eval_batches: the most batches to use; None for all samples.
             of: a result, or the folder of a run or a checkpoint, to evaluate instead.
         """
+        data = as_prompts(data, self.task.tokenizer) if self.task else data
         data = read_once(data, self.seed) if isinstance(of, str | Path) else data
         return self._trained(of, data).evaluate(data, eval_batches=eval_batches)
 
@@ -304,8 +307,10 @@ class Trainer(SteppingTrainer):
         check_kind("of", given, (str, Path), "write the result of a fit, or a run folder")
         point = find_resume_point(str(check_path("of", given)), None)
         assert point is not None
+        data = as_rollouts(data, self.task)
         batch = resize_batch(first_batch(data, 1), point.metadata.global_batch_size)
-        return restored_result(point, self._programs(batch, None))
+        result = restored_result(point, self._programs(batch, None))
+        return result if self.task is None else with_rollouts(result, data, self.seed)
 
     def _fit(
         self,

@@ -16,6 +16,7 @@ from meshwright.data.mixture import MixtureData
 from meshwright.data.protocols import Data
 from meshwright.data.rollout_data import RolloutData
 from meshwright.errors import NotFinite, OutOfMemory, first_line
+from meshwright.inputs.user_model import model_source
 from meshwright.plan import Plan, unused_pipeline
 from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
@@ -57,7 +58,7 @@ from meshwright.trainer.run_log import (
 from meshwright.trainer.run_progress import Meter, Progress, Work
 from meshwright.trainer.starting.from_initial import fill_tables
 from meshwright.trainer.starting.learning_rate import LearningRate, find_schedule
-from meshwright.trainer.starting.planning import estimator_for
+from meshwright.trainer.starting.planning import check_context, estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
 from meshwright.trainer.starting.resume import check_newest, run_id
@@ -268,6 +269,7 @@ class TrainingRun:
                 extra = dict(zip(("sample", "grade", "completions"), sample, strict=True))
         return FitResult(
             losses=progress.losses,
+            rewards=progress.rewards,
             eval=progress.eval,
             steps=progress.step,
             steps_before=self._restoring.steps_before,
@@ -281,6 +283,7 @@ class TrainingRun:
             skipped=self._skipped,
             extra=extra,
             tokenizer=self._data.tokenizer,
+            rollouts=self._rollouts,
             **attempts_so_far(seconds),
         )
 
@@ -430,6 +433,8 @@ def _make_rollouts(
     """Return what makes the batches of a training that learns from rewards; None for others."""
     if not isinstance(asked.data, RolloutData):
         return None
+    source = model_source(trainer.model, trainer.loss, lambda: programs.batch_like)
+    check_context(asked.data.task, source)
     rollouts = Rollouts(
         asked.data,
         programs,

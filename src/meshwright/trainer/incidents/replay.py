@@ -23,6 +23,7 @@ from meshwright.program.trace.traced_loss import Loss
 from meshwright.recipe import make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import LossScale, TrainState
+from meshwright.tasks.grpo import GRPO
 from meshwright.trainer.incidents.flight_record import FlightRecord, read_record
 from meshwright.trainer.incidents.replay_text import BadArray, Replay
 from meshwright.trainer.incidents.responsible import find_responsible, first_origin
@@ -35,6 +36,7 @@ def replay(
     *,
     model: UserModel | None = None,
     loss: Loss | None = None,
+    task: GRPO | None = None,
     optimizer: optax.GradientTransformation | None = None,
     clip_norm: float | None = None,
     trainable: Filter = nnx.Param,
@@ -47,6 +49,7 @@ def replay(
         record: the folder of the record, such as ``runs/first/incidents/000123``.
         model: the model of the run, or what builds it; not needed for a run from the command line.
         loss: the loss of the run; like the model.
+        task: the task of a run that learned from rewards, instead of a loss.
         optimizer: its optimizer, needed to compile exactly the same program; without it, the last
             bits of a finite loss may differ.
         clip_norm: its ``clip_norm``, for the same reason.
@@ -56,7 +59,7 @@ def replay(
     """
     read = read_record(record)
     plan, chosen = _fitting(read.plan, list(devices or jax.devices()))
-    own = _parts(read, model, loss, optimizer, clip_norm)
+    own = _parts(read, model, loss if task is None else task.loss, optimizer, clip_norm)
     parts: dict[str, Any] = {"trainable": trainable, "lora": lora, **own}
     trainer = Trainer(**parts, mesh=plan, devices=chosen)
     assembled = trainer.assemble(read.batch)
@@ -115,7 +118,8 @@ def _parts(
             why="the run was started from Python, which saves no config"
             if not config
             else f"{missing} was not given",
-            fix=f'pass both: mw.replay("{read.folder}", model=Net, loss=loss)',
+            fix=f'pass both: mw.replay("{read.folder}", model=Net, loss=loss)'
+            " (or task= instead of loss=)",
         )
     optimizer = optax.sgd(0.0) if optimizer is None else optimizer
     return {"model": model, "loss": loss, "optimizer": optimizer, "clip_norm": clip_norm}

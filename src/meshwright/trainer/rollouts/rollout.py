@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.prompts import PROMPT
+from meshwright.data.prompts import PROMPT, as_prompts
 from meshwright.data.protocols import Data, HostBatch
 from meshwright.data.rollout_data import RolloutData
 from meshwright.data.user_data import as_data
@@ -127,16 +127,8 @@ class Rollouts:
                         report("log-probabilities of the reference")
                         batch["reference_log_probs"] = self._reference_log_probs(batch)
                 finish() if written is None else written.result()
-        if number == 0 and not batch["varied"].any():
-            text = (
-                "the completions of each prompt have the same reward, so this step learns nothing: "
-                "start from a model that is right now and then, or reward parts of an answer"
-            )
-            if lost := int((batch["scored"] == 0).sum()):
-                text = (
-                    f"rewards failed for {lost} of {len(rows)} completions, and no prompt has two "
-                    "others with different rewards, so this step learns nothing"
-                )
+        if number == 0 and not batch["counted"].any():
+            text = f"{_why_nothing_counts(batch)}, so the first step learns nothing"
             self.tracker.event("warning", 0, text, {})
         if self.task.num_iterations > 1:
             self.files.keep(number, batch)
@@ -273,6 +265,27 @@ class Rollouts:
             for n, row in enumerate(rows)
         ]
         self.files.write(number, lines, [row.tokens for row in rows])
+
+
+def _why_nothing_counts(batch: HostBatch) -> str:
+    """Return why no completion of a batch is part of the loss, and what to do about it."""
+    if batch["varied"].any():
+        masked, longer = Setting("grpo.mask_truncated", True), "generation.max_generation_steps"
+        return f"{masked} leaves out all completions that could count (raise {Setting(longer)})"
+    if lost := int((batch["scored"] == 0).sum()):
+        return (
+            f"rewards failed for {lost} of {len(batch['scored'])} completions, and no prompt has "
+            "two others with different rewards"
+        )
+    return (
+        "the completions of each prompt have the same reward (start from a model that is right "
+        "now and then, or reward parts of an answer)"
+    )
+
+
+def held_out_prompts(given: Any, task: GRPO, seed: int) -> Data:
+    """Return prompts in any form as data to evaluate on."""
+    return as_data(as_prompts(given, task.tokenizer), seed).for_one_pass(in_order=True)
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from meshwright.plan import Plan
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing
 from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.rollouts.rollout import held_out_prompts
 from meshwright.trainer.starting.continuing import Memory
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trainer_settings import TrainerSettings
@@ -51,8 +52,7 @@ def read_fit_data(
     given = with_initial_fields(given, task, memory.tables)
     first = first_batch(given, planned if batch_size is None else batch_size)
     if eval_data is not None and trainer.task:
-        prompts = as_prompts(eval_data, trainer.task.tokenizer)
-        held_out = as_data(prompts, trainer.seed).for_one_pass(in_order=True)
+        held_out = held_out_prompts(eval_data, trainer.task, trainer.seed)
     elif eval_data is not None:
         like = Expected(like=first, training=False)
         held_out = as_data(eval_data, trainer.seed, expected=like)

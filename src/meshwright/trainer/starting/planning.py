@@ -14,8 +14,9 @@ from meshwright.config.microbatches import solve_pipeline_batch
 from meshwright.config.schema import PipelineConfig, Precision, ShardingConfig
 from meshwright.data.batches import form_of
 from meshwright.errors import UserError
-from meshwright.generation.model_facts import cache_shapes
+from meshwright.generation.model_facts import cache_shapes, position_limit
 from meshwright.generation.text_settings import HALF
+from meshwright.generation.token_decoder import split_model
 from meshwright.hardware import Hardware
 from meshwright.inputs.checks import mesh_sizes
 from meshwright.inputs.user_model import model_source
@@ -218,6 +219,18 @@ def _fixed(settings: TrainerSettings) -> FixedSettings:
         num_microbatches=pipeline.num_microbatches,
         num_chunks=pipeline.num_chunks if "num_chunks" in given else None,
     )
+
+
+def check_context(task: GRPO, model: ModelSource) -> None:
+    """Refuse a model that takes fewer tokens than prompts and completions have, if it tells."""
+    if task.context_length is not None:
+        return
+    split, length = split_model(abstract_model(model)), task.most_tokens
+    most, why = split.structure.context, "its attribute context_length says so"
+    if most >= length:
+        most, why = position_limit(split, length)
+    if most < length:
+        raise task.too_long(f"it takes {most:,} tokens: {why}" if most else why)
 
 
 def rollout_needs(task: Any, model: ModelSource, precision: str) -> RolloutNeeds | None:

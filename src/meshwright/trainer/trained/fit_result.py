@@ -17,6 +17,7 @@ from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
 from meshwright.checkpoint.export import ArraysByPath
 from meshwright.config.argument_checks import check_path
 from meshwright.data.elements import Expected
+from meshwright.data.rollout_data import RolloutData
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.generation.generate import generate
@@ -29,6 +30,7 @@ from meshwright.text.units import counted
 from meshwright.tracking.log_lines import levels_inside
 from meshwright.trainer.evaluating.evaluation import Evaluator, predict, prediction_inputs
 from meshwright.trainer.programs import Programs
+from meshwright.trainer.rollouts.rollout import Rollouts, held_out_prompts
 from meshwright.trainer.run_dir import write_files
 from meshwright.trainer.run_progress import Stop, StopReason
 from meshwright.trainer.trained.base_weights import keep_base
@@ -53,6 +55,8 @@ class FitResult:
         hf_files: what an export to Hugging Face's format needs, by file name.
         extra: further results, such as a sample of text.
         tokenizer: that of the data; None if it is not known.
+        rewards: the mean reward of every logged step, by its number, if it learned from rewards.
+        rollouts: what completes prompts and scores them, of a run that learned from rewards.
         goodput: the share of the time since the start, with earlier attempts of the same launch,
             that went into steps whose results were kept; None if the result was restored.
         attempts: how often the launcher has started the processes.
@@ -75,6 +79,8 @@ class FitResult:
     attempts: int = 1
     skipped: int = 0
     tokenizer: Any = None
+    rewards: Mapping[int, float] = field(default_factory=dict[int, float])
+    rollouts: Rollouts | None = None
 
     def __repr__(self) -> str:
         """Show how the run went; states and programs would fill pages."""
@@ -95,13 +101,15 @@ class FitResult:
             f"{f' and skipped {self.skipped}' if self.skipped else ''} on "
             f"{counted(plan.num_devices, 'device')} in {self.seconds:.0f} s: {self.stopped}"
         )
-        losses = [f"{loss:.4f}" for loss in self.losses.values()]
-        values = [f"loss {' → '.join(losses[:1] + losses[1:][-1:])}"] if losses else []
-        rewards = [f"{own['reward']:.4f}" for own in self.eval.values() if "reward" in own]
-        if rewards:  # Losses of groups say nothing across steps.
-            values = [f"reward of held-out prompts {' → '.join(rewards[:1] + rewards[1:][-1:])}"]
-        elif self.eval_loss is not None:
-            values.append(f"held out {self.eval_loss:.4f}")
+        held_out = [own["reward"] for own in self.eval.values() if "reward" in own]
+        # Losses of groups say nothing across steps.
+        if self.rewards:
+            values = [_first_and_last("reward", list(self.rewards.values()))]
+            values += [_first_and_last("of held-out prompts", held_out)] if held_out else []
+        else:
+            losses = list(self.losses.values())
+            values = [_first_and_last("loss", losses)] if losses else []
+            values += [] if self.eval_loss is None else [f"held out {self.eval_loss:.4f}"]
         return "\n".join(filter(None, (ended, ", ".join(values))))
 
     @property
@@ -178,13 +186,18 @@ class FitResult:
         """Evaluate the trained model, as training does on ``eval_data``.
 
         Args:
-            data: samples in any form `Trainer.fit` takes; each counts exactly once.
+            data: samples in any form `Trainer.fit` takes, or prompts; each counts exactly once.
             eval_batches: the most batches to use, each as large as a training batch; None for
                 all samples.
 
         Returns:
-            The mean loss and metrics, and the number of samples as ``eval_samples``.
+            The mean loss and metrics, or rewards, and the number of samples as ``eval_samples``.
         """
+        if self.rollouts is not None:
+            prompts = held_out_prompts(data, self.rollouts.task, self.metadata.seed)
+            self.rollouts.check(prompts)
+            most = eval_batches and eval_batches * self.assembled.plan.batch.global_batch_size
+            return self.rollouts.evaluate(self.state, prompts, most)
         expected = Expected(like=self.programs.batch_like, training=False)
         given = as_data(data, self.metadata.seed, expected=expected)
         evaluator = Evaluator(self.programs, given, limit=eval_batches)
@@ -232,6 +245,19 @@ class FitResult:
             "stopped": self.stopped,
             **self.extra,
         }
+
+
+def with_rollouts(result: FitResult, data: RolloutData, seed: int) -> FitResult:
+    """Return a result that can complete prompts and score them."""
+    made = Rollouts(
+        data, result.programs, lambda: result.state, lambda: result.state, seed,
+        hf_files=result.hf_files,
+    )  # fmt: skip
+    return replace(result, rollouts=made)
+
+
+def _first_and_last(name: str, values: list[float]) -> str:
+    return f"{name} {' → '.join(f'{value:.4f}' for value in values[:1] + values[1:][-1:])}"
 
 
 def summarize(
