@@ -19,12 +19,22 @@ from meshwright.weighted import Weighted
 
 
 class GRPO(GrpoConfig, GenerationConfig):
-    """Group-relative policy optimization; its settings are those of the config's sections.
+    """Group-relative policy optimization: a model learns from rewards of its completions.
+
+    Its settings are those of the config's sections ``grpo`` and ``generation``, by the same names,
+    such as ``num_generations``, ``beta`` and ``max_prompt_length``.
+
+    Attributes:
+        rewards: a reward function, or several, in a list or by name.
+        tokenizer: turns prompts into tokens; by default that of the data.
+        reward_names: the names of the rewards, for metrics; by default those of the functions.
+        vocab_size: tokens of synthetic batches are below it.
+        context_length: the most tokens that the model takes, if it is known.
 
     A batch holds completions, those of one prompt next to each other:
 
-    - ``tokens`` [B, L]: prompt, completion and padding, of at least one token if the model's
-      context allows it: without the last token, rows are as long as the settings say;
+    - ``tokens`` [B, L]: prompt, completion and padding; the model reads all but the last one, which
+      is padding unless the model's context is too short for that;
     - ``completion_mask`` [B, L-1]: which targets, one token ahead of the inputs, are completions;
     - ``sampler_log_probs`` [B, L-1]: their log-probabilities in the model that sampled them;
     - ``advantages`` [B], and ``counted`` [B]: whether a completion is part of the loss;
@@ -32,13 +42,6 @@ class GRPO(GrpoConfig, GenerationConfig):
       in the distribution drawn from;
     - ``reference_log_probs`` [B, L-1], if `beta` is not 0;
     - ``rewards`` [B, F], ``scored``, ``truncated`` and ``varied`` [B]: for metrics only.
-
-    Attributes:
-        rewards: a reward function, or several, in a list or by name.
-        tokenizer: turns prompts into tokens; by default that of the data.
-        reward_names: the names of the rewards, for metrics.
-        vocab_size: tokens of synthetic batches are below it.
-        context_length: the most tokens that the model takes, if it is known.
     """
 
     for_prompts: ClassVar[bool] = True
