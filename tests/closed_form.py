@@ -22,6 +22,7 @@ class ClosedForm:
     heads: int = 16
     vocabulary: int = 50_304
     tokens: int = 1024
+    has_rollouts = False
 
     @property
     def num_parameters(self) -> int:

@@ -139,7 +139,7 @@ def test_a_batch_that_no_mesh_divides_comes_first_with_the_nearest_that_do(fixed
 def test_a_batch_smaller_than_the_devices_can_share_rows():
     with pytest.raises(UserError) as found:
         search(GPT2_MEDIUM, task(batch=4, mesh={"data": 8}))
-    assert "global_batch_size=8, let several devices share each row (mesh.context), or" in (
+    assert "global_batch_size=8, let several devices share each row (mesh.context=2), or" in (
         found.value.fix
     )
 

@@ -128,6 +128,11 @@ class Estimator:
         return self._mixing(self._precision)
 
     @property
+    def has_rollouts(self) -> bool:
+        """Whether the model completes prompts before it learns from them."""
+        return self._rollout is not None
+
+    @property
     def tokens_per_sample(self) -> int:
         """Tokens of one sample; 1 for data other than tokens."""
         return tokens_per_sample(self._samples) or 1

@@ -27,6 +27,11 @@ OVER_SHARDING, SHORT_ROWS = "over-sharding", "dividing short rows"
 OF_MESHES = frozenset({SLOW_FSDP, TENSOR_ACROSS, OVER_SHARDING, SHORT_ROWS})
 """Mistakes of a mesh that was chosen by hand: a search has compared it with those advised."""
 
+_ROLLOUTS = (
+    "times are those of updates alone; completing prompts, rewards and log-probabilities come on "
+    "top, and usually take as long again or longer"
+)
+
 
 @dataclass(frozen=True)
 class AntiPattern:
@@ -55,6 +60,7 @@ def find_anti_patterns(
         "comparisons within microbatches": _divided_comparisons(estimator, estimate),
         OVER_SHARDING: _over_sharded(estimator, estimate),
         SHORT_ROWS: _short_rows(estimator, estimate),
+        "taking an update for a step": _ROLLOUTS if estimator.has_rollouts else "",
     }
     return [AntiPattern(name, text) for name, text in found.items() if text]
 
