@@ -221,6 +221,7 @@ def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tm
         ([], {}, "there are no prompts"),
         ({"prompt": ["1", "2"], "answer": ["1"]}, {}, "differ in length"),
         (PROMPTS, {"num_generations": 3}, "no whole groups"),
+        (PROMPTS, {"eos_tokens": [10, 5000]}, "eos_tokens=.10, 5000. has the token 5000"),
         pytest.param(
             PROMPTS,
             {"rewards": lambda completion: 1 / 0},

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from meshwright.config.reward_sections import GenerationConfig, GrpoConfig
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.program.trace.adapters import reference
 from meshwright.tasks.task import Batch, Metrics, cross_entropy, read_field, weigh
 from meshwright.weighted import Weighted
@@ -84,7 +84,10 @@ class GRPO(GrpoConfig, GenerationConfig):
 
     def loss(self, model: Callable[..., Array], batch: Batch) -> tuple[Weighted, Metrics]:
         """Return the loss, and what happened as metrics."""
-        new = token_log_probs(model, batch)
+        tokens = read_field(batch, "tokens")
+        logits = _logits(model, tokens)
+        new = -cross_entropy(logits, tokens[:, 1:])
+        self._check_ends(logits.shape[-1])
         mask = read_field(batch, "completion_mask").astype(new.dtype)
         counted = read_field(batch, "counted").astype(new.dtype)
         sampler = read_field(batch, "sampler_log_probs").astype(new.dtype)
@@ -115,6 +118,17 @@ class GRPO(GrpoConfig, GenerationConfig):
             return weigh((losses * mask).sum(axis=1) / lengths[:, 0], counted), metrics
         each = (losses * mask).sum(axis=1) / self.max_generation_steps
         return weigh(each, counted), metrics
+
+    def _check_ends(self, vocabulary: int) -> None:
+        unknown = [token for token in self.eos_tokens or () if not 0 <= token < vocabulary]
+        if unknown:
+            raise UserError(
+                f"{Setting('generation.eos_tokens', self.eos_tokens)} has the token {unknown[0]}, "
+                "which the model does not know",
+                why=f"its {vocabulary:,} tokens are 0 to {vocabulary - 1}",
+                fix="name tokens of this model, or leave the setting out: completions then end "
+                "where the model's folder says",
+            )
 
     def _clipped(self, ratio: Array, advantage: Array) -> tuple[Array, Array, Array]:
         """Return the clipped objective of each token, and whether it was clipped below or above."""
@@ -182,14 +196,19 @@ class GRPO(GrpoConfig, GenerationConfig):
 
 
 def token_log_probs(model: Any, batch: Batch) -> Array:
-    """Return the log-probability of each target: [B, L-1].
+    """Return the log-probability of each target: [B, L-1]."""
+    tokens = read_field(batch, "tokens")
+    return -cross_entropy(_logits(model, tokens), tokens[:, 1:])
+
+
+def _logits(model: Any, tokens: Array) -> Array:
+    """Return the logits of all targets, [B, L-1, V].
 
     The model runs in evaluation mode, as it does when it samples: dropout would tell another model.
     """
     if hasattr(model, "eval"):
         model.eval()
-    tokens = read_field(batch, "tokens")
-    return -cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    return model(tokens[:, :-1])
 
 
 def reference_log_probs(model: Any, batch: Batch) -> Array:
