@@ -215,7 +215,7 @@ def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tm
     ("prompts", "settings", "message"),
     [
         ([{"prompt": "12345"}], {}, "prompt 0 has 5 tokens"),
-        ([{"prompt": ""}], {}, "prompt 0 has 0 tokens"),
+        ([{"prompt": ""}], {}, "prompt 0 has no tokens"),
         ([{"text": "1"}], {}, "record 0 has no prompt"),
         ([{"prompt": "1"}], {"rewards": score}, "needs the column `answer`"),
         ([], {}, "there are no prompts"),
@@ -230,10 +230,11 @@ def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tm
         ),
     ],
 )
-def test_bad_input_is_refused(prompts, settings, message):
+def test_bad_input_is_refused(prompts, settings, message, tmp_path):
     made = trainer(**{"rewards": len_, **settings})
     with pytest.raises(mw.UserError, match=message):
-        made.fit(prompts, steps=1, batch_size=8, progress=False)
+        made.fit(prompts, steps=1, batch_size=8, run_dir=tmp_path / "run", progress=False)
+    assert (tmp_path / "run").exists() == ("fails" in message)
 
 
 def len_(completion):
