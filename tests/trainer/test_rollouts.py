@@ -298,9 +298,11 @@ def test_prompts_from_files(tmp_path):
     assert rows["prompt"].tolist() == [[49, 43], "1+1="]
     assert rows["answer"].tolist() == [None, 2]
     assert "2 prompts with answer" in made.describe()
-    file.write_text('{"text": "1"}\n')
-    with pytest.raises(mw.UserError, match="`q`"):
+    file.write_text('{"text": "1", "level": 2}\n')
+    with pytest.raises(mw.UserError, match=r"(?s)no field `q`.*text, level.*field=.text. for"):
         prompt_source(path=str(file), field="q")
+    with pytest.raises(mw.UserError, match=r"every record is corrupt: .*fields are text, level"):
+        prompt_source(path=str(file), on_corrupt="skip")
 
 
 def test_sums():

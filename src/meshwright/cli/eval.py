@@ -107,7 +107,8 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
         )
     import numpy as np
 
-    from meshwright.data.prompts import PROMPT, prompt_source
+    from meshwright.data.corrupt import CorruptRecords
+    from meshwright.data.prompts import PROMPT, PromptSource, read_prompts
     from meshwright.rewards.reward_set import read_rewards
     from meshwright.trainer.rollouts.completer import Completer
 
@@ -118,7 +119,8 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
             f"--reward-seconds {seconds:g} is not positive", fix="write --reward-seconds 10"
         )
     rewards = read_rewards(arguments.flags["--rewards"].split(","), seconds=seconds or 10.0)
-    source = prompt_source(path=file, field=arguments.flags.get("--field", PROMPT))
+    field = arguments.flags.get("--field", PROMPT)
+    source = PromptSource(read_prompts(file, field, CorruptRecords("stop"), "--field"))
     columns = source.rows(np.arange(len(source)))
     rewards.check(columns)
     model, settings = open_model(arguments, path)

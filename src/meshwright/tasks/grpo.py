@@ -1,7 +1,7 @@
 """GRPO: learning from rewards of completions, relative to others of the same prompt."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -49,6 +49,21 @@ class GRPO(GrpoConfig, GenerationConfig):
     reward_names: tuple[str, ...] = ()
     vocab_size: int = 2
     context_length: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_in_order(cls, given: Any) -> Any:
+        rewards, weights = (given.get(name) for name in ("rewards", "reward_weights"))
+        if not isinstance(weights, Mapping):
+            return given
+        if not isinstance(rewards, Mapping) or set(rewards) != set(weights):
+            named = ", ".join(rewards) if isinstance(rewards, Mapping) else "not given by name"
+            raise UserError(
+                "the reward weights do not have the names of the rewards",
+                why=f"the weights are for {', '.join(weights)}; the rewards are {named}",
+                fix="give a dict of rewards and one of weights with the same names, or lists",
+            )
+        return {**given, "reward_weights": [weights[name] for name in rewards]}
 
     @model_validator(mode="after")
     def _fits_the_model(self) -> Self:
