@@ -103,6 +103,16 @@ def test_folders_and_runs_name_the_format_to_compute_in(tmp_path, file, says, dt
     assert read_text_settings(tmp_path).dtype == dtype
 
 
+def test_a_run_that_learned_from_rewards_tells_how_long_completions_are(tmp_path, capfd):
+    for rewards, most in (("exact_match", 6), ("", None)):
+        text = f"grpo: {{rewards: [{rewards}]}}\ngeneration: {{max_generation_steps: 6}}"
+        (tmp_path / "config.yaml").write_text(text)
+        assert read_text_settings(tmp_path).completion == most
+    words = ("--rewards", "exact_match", "--samples", "3")
+    code, _, err = call(capfd, "eval", tmp_path, tmp_path / "p.jsonl", *words)
+    assert (code, "write --preset standard" in err) == (2, True)
+
+
 def chat(tmp_path, template, messages, **settings):
     (tmp_path / "chat_template.jinja").write_text(template)
     return TextSettings(tmp_path).chat.render(messages, **settings)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rewards.reward_samples import length, of_groups, troubled, troubled_groups
@@ -67,11 +68,11 @@ def test_a_reward_of_groups_is_called_once_and_loses_the_group():
 @pytest.mark.parametrize(
     ("given", "weights", "message"),
     [
-        ([], None, "no reward to learn from"),
+        ([], None, r"no reward to learn from(.|\n)*rewards=.'package.module:function"),
         (lambda text: 1.0, None, "neither `completion` nor `completions`"),
         ("exact_mach", None, "did you mean"),
         ([length, length], None, "two rewards are called length"),
-        ([length], [1, 2], "2 weights for 1 reward"),
+        ([length], [1, 2], "^2 weights for 1 reward"),
         (3, None, "not a function"),
         ("no.such.module:f", None, "cannot load"),
     ],
@@ -89,9 +90,19 @@ def test_a_missing_column_is_named():
     read_rewards(["exact_match", length]).check({"prompt": ["1"], "answer": ["2"]})
 
 
-def test_a_text_is_no_number():
-    scored = read_rewards(lambda completion: "5").score(groups(["a"]))
-    assert "it returned the text '5'" in scored.warnings()[0]
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [("5", "it returned the text '5'"), (None, "it returned None"), ([None], "it returned None")],
+)
+def test_texts_and_none_are_no_numbers(returned, says):
+    scored = read_rewards(lambda completion: returned).score(groups(["a"]))
+    assert says in scored.warnings()[0]
+
+
+def test_arrays_without_dimensions_are_numbers():
+    given = [np.array(1.5), np.float32(2), jnp.float32(3)]
+    scored = read_rewards(lambda completion: given[int(completion)]).score(groups(["0", "1", "2"]))
+    assert scored.values.tolist() == [[1.5], [2], [3]]
 
 
 def test_bundled_rewards():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meshwright import UserError
 from meshwright.tasks.task import cross_entropy, is_correct
 
 pytestmark = pytest.mark.quick
@@ -44,6 +45,14 @@ def test_float64_logits_stay_float64():
 def test_huge_logits_do_not_overflow():
     logits = np.array([[1e30, 0.0, -1e30]], np.float32)
     np.testing.assert_array_equal(jax.jit(cross_entropy)(logits, np.array([0])), [0.0])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"), [((LOGITS, None), "returns a tuple"), (LOGITS[0], r"shape \(6, 32\)")]
+)
+def test_what_is_no_logits_is_refused(returned, message):
+    with pytest.raises(UserError, match=message):
+        cross_entropy(returned, LABELS)
 
 
 def test_gradient_is_softmax_minus_one_hot():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright import UserError
+from meshwright.config.reward_sections import GrpoConfig
 from meshwright.tasks.grpo import GRPO, group_advantages, token_log_probs
 
 VOCABULARY, PROMPT, NEW = 7, 3, 5
@@ -194,3 +195,12 @@ def test_the_order_of_groups_does_not_matter():
 def test_settings_without_meaning_are_refused(settings):
     with pytest.raises(UserError, match=next(iter(settings))):
         make(**settings)
+
+
+def test_weights_by_name_are_in_the_order_of_the_rewards():
+    named = {"a": len, "b": min}
+    assert GRPO(rewards=named, reward_weights={"b": 2, "a": 1}).reward_weights == [1, 2]
+    for rewards in (named, [len, min]):
+        with pytest.raises(UserError, match="do not have the names of the rewards"):
+            GRPO(rewards=rewards, reward_weights={"b": 2})
+    assert GrpoConfig(rewards="exact_match").rewards == ["exact_match"]

@@ -220,12 +220,13 @@ def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tm
     ("prompts", "settings", "message"),
     [
         ([{"prompt": "12345"}], {}, "prompt 0 has 5 tokens"),
-        ([{"prompt": ""}], {}, "prompt 0 has 0 tokens"),
+        ([{"prompt": ""}], {}, "prompt 0 has no tokens"),
         ([{"text": "1"}], {}, "record 0 has no prompt"),
         ([{"prompt": "1"}], {"rewards": score}, "needs the column `answer`"),
         ([], {}, "there are no prompts"),
         ({"prompt": ["1", "2"], "answer": ["1"]}, {}, "differ in length"),
         (PROMPTS, {"num_generations": 3}, "no whole groups"),
+        (PROMPTS, {"eos_tokens": [10, 5000]}, "eos_tokens=.10, 5000. has the token 5000"),
         pytest.param(
             PROMPTS,
             {"rewards": lambda completion: 1 / 0},
@@ -234,10 +235,11 @@ def test_lost_rewards_are_counted_and_held_out_prompts_are_completed_greedily(tm
         ),
     ],
 )
-def test_bad_input_is_refused(prompts, settings, message):
+def test_bad_input_is_refused(prompts, settings, message, tmp_path):
     made = trainer(**{"rewards": len_, **settings})
     with pytest.raises(mw.UserError, match=message):
-        made.fit(prompts, steps=1, batch_size=8, progress=False)
+        made.fit(prompts, steps=1, batch_size=8, run_dir=tmp_path / "run", progress=False)
+    assert (tmp_path / "run").exists() == ("fails" in message)
 
 
 def len_(completion):
@@ -331,9 +333,11 @@ def test_prompts_from_files(tmp_path):
     assert rows["prompt"].tolist() == [[49, 43], "1+1="]
     assert rows["answer"].tolist() == [None, 2]
     assert "2 prompts with answer" in made.describe()
-    file.write_text('{"text": "1"}\n')
-    with pytest.raises(mw.UserError, match="`q`"):
+    file.write_text('{"text": "1", "level": 2}\n')
+    with pytest.raises(mw.UserError, match=r"(?s)no field `q`.*text, level.*field=.text. for"):
         prompt_source(path=str(file), field="q")
+    with pytest.raises(mw.UserError, match=r"every record is corrupt: .*fields are text, level"):
+        prompt_source(path=str(file), on_corrupt="skip")
 
 
 def test_sums():

@@ -243,7 +243,7 @@ COMMANDS = {
                 Flag("--reward-seconds", "how long a call of a reward may take (default: 10)", "S"),
                 Flag("--threshold", "the least reward of a right completion (default: 1)", "X"),
                 Flag("--out", "write completions and their rewards to this file", "FILE"),
-                Flag("--max-new-tokens", "the most tokens of a completion (default: 256)", "N"),
+                Flag("--max-new-tokens", "their most tokens (default: the run's, or 256)", "N"),
                 Flag("--seed", "seed of the completions (default: 0)", "N"),
                 Flag("--batch-size", "completions at a time (default: 256)", "N"),
                 *_MODEL,

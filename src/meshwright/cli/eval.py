@@ -98,9 +98,17 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
     if preset not in PRESETS:
         hint = did_you_mean(preset, PRESETS) or f"write one of {', '.join(PRESETS)}"
         raise UserError(f"there is no preset `{preset}`", fix=hint)
+    samples = arguments.number("--samples", 1 if preset == "greedy" else 8)
+    if samples > 1 and preset == "greedy":
+        raise UserError(
+            f"--samples {samples} would all be the same",
+            why="the preset is greedy, which takes the likeliest token",
+            fix="write --preset standard",
+        )
     import numpy as np
 
-    from meshwright.data.prompts import PROMPT, prompt_source
+    from meshwright.data.corrupt import CorruptRecords
+    from meshwright.data.prompts import PROMPT, PromptSource, read_prompts
     from meshwright.rewards.reward_set import read_rewards
     from meshwright.trainer.rollouts.completer import Completer
 
@@ -111,18 +119,19 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
             f"--reward-seconds {seconds:g} is not positive", fix="write --reward-seconds 10"
         )
     rewards = read_rewards(arguments.flags["--rewards"].split(","), seconds=seconds or 10.0)
-    source = prompt_source(path=file, field=arguments.flags.get("--field", PROMPT))
+    field = arguments.flags.get("--field", PROMPT)
+    source = PromptSource(read_prompts(file, field, CorruptRecords("stop"), "--field"))
     columns = source.rows(np.arange(len(source)))
     rewards.check(columns)
     model, settings = open_model(arguments, path)
     completer = Completer(rewards, settings.tokenizer, settings.file)
-    samples = arguments.number("--samples", 1 if preset == "greedy" else 8)
+    most = arguments.number("--max-new-tokens", settings.completion or 256, most=2**31 - 1)
     with activity(f"completing {counted(len(source), 'prompt')}") as report:
         rows = completer.complete(
             model,
             columns,
             report,
-            max_new_tokens=arguments.number("--max-new-tokens", 256, most=2**31 - 1),
+            max_new_tokens=most,
             samples=samples,
             seed=arguments.number("--seed", 0, least=0, most=2**32 - 1),
             batch_size=arguments.number("--batch-size", 256, most=2**20),

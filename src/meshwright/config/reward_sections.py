@@ -1,8 +1,8 @@
 """The sections of ``task=grpo``: what is learned from rewards, and how completions are drawn."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from meshwright.config.base import Count, Frozen
 
@@ -35,7 +35,9 @@ class GrpoConfig(Frozen):
             makes up for nothing.
     """
 
-    rewards: list[str] = Field(default_factory=list[str])
+    rewards: Annotated[list[str], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)] = (
+        Field(default_factory=list[str])
+    )
     reward_weights: list[float] | None = None
     reward_seconds: float = Field(default=10.0, gt=0)
     reward_processes: Count = 2

@@ -14,7 +14,7 @@ from meshwright.data.protocols import HostBatch
 from meshwright.data.records import parsed_records
 from meshwright.data.token_cache import nothing
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.text.units import a_type, counted
 
 PROMPT = "prompt"
@@ -81,18 +81,31 @@ def prompt_source(
     """
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
+    return PromptSource(read_prompts(path, field, CorruptRecords(on_corrupt)), loaded)
+
+
+def read_prompts(
+    path: str | list[str], field: str, corrupt: CorruptRecords, flag: str = ""
+) -> list[dict[str, Any]]:
+    """Return the records of files, with the prompt in ``prompt``; `flag` names its field."""
     reader, files = chat_files(path)
-    corrupt = CorruptRecords(on_corrupt)
     records: list[dict[str, Any]] = []
     for where, record in parsed_records(reader, files, corrupt):
         if not isinstance(record, dict) or not isinstance(record.get(field), str | list):
-            corrupt.add(where, f"it has no `{field}` that is a text or a list")
+            own = record if isinstance(record, dict) else {}
+            why = f"its fields are {', '.join(own)}" if own else f"it is {a_type(record)}"
+            texts = [name for name, value in own.items() if isinstance(value, str | list)]
+            if texts and field not in own and not records and corrupt.policy == "stop":
+                named = f"{flag} {' or '.join(texts)}" if flag else Setting("data.field", *texts)
+                fix = f"write {named} for the field with the prompt, or repair the record"
+                raise UserError(f"{where} has no field `{field}`", why=why, fix=fix)
+            corrupt.add(where, f"it has no `{field}` that is a text or a list; {why}")
             continue
         named = {name: value for name, value in record.items() if name != field}
         records.append({PROMPT: record[field], **named})
     if not records:
         raise nothing(f"data.path={path}", corrupt, "there are no prompts")
-    return PromptSource(records, loaded)
+    return records
 
 
 def as_prompts(given: Any, tokenizer: Any = None) -> Any:

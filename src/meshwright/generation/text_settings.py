@@ -39,6 +39,7 @@ class TextSettings:
             names; None for float32.
         answers: whether texts are answers, which end as the chat template ends them.
         loss_on: what the run learned of conversations.
+        completion: the most tokens of a completion, if the run learned from rewards.
     """
 
     folder: Path | None = None
@@ -46,6 +47,7 @@ class TextSettings:
     dtype: str | None = None
     answers: bool = False
     loss_on: LossOn = "assistant"
+    completion: int | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -108,7 +110,12 @@ def read_text_settings(path: str | Path) -> TextSettings:
             asked = next(filter(None, (_at(values, *path) for path in named)), None)
             bytes_are_tokens = kind in BYTES_WITHOUT_TOKENIZER and not tokenizer
             found = TextSettings(folder / HF_FOLDER, bytes_are_tokens, HALF.get(str(asked)))
-            return replace(found, loss_on=_at(values, "data", "loss_on") or "assistant")
+            rewarded = _at(values, "grpo", "rewards")
+            return replace(
+                found,
+                loss_on=_at(values, "data", "loss_on") or "assistant",
+                completion=_at(values, "generation", "max_generation_steps") if rewarded else None,
+            )
         if (folder / TOKENIZER).is_file() or is_hf_folder(folder):
             return _of_hf_folder(TextSettings(folder))
     return TextSettings(path)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config.builders import import_named
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.rewards.bundled import BUNDLED
 from meshwright.rewards.reward_processes import Answer, Calls, RewardProcesses
 from meshwright.rewards.reward_worker import call, import_function
@@ -208,7 +208,9 @@ def read_rewards(
     if not named:
         raise UserError(
             "there is no reward to learn from",
-            fix=f"name functions of your own, or some of {', '.join(BUNDLED)}",
+            why=f"the bundled ones are {', '.join(BUNDLED)}",
+            fix=f"write {Setting('grpo.rewards', ['package.module:function'])} with a function of "
+            f"yours, or a bundled one as in {Setting('grpo.rewards', ['exact_match'])}",
         )
     functions = tuple(_read_one(name, function) for name, function in named)
     names = [each.name for each in functions]
@@ -217,7 +219,7 @@ def read_rewards(
             raise UserError(f"two rewards are called {name}", fix="give them by name, in a dict")
     if weights is not None and len(weights) != len(functions):
         raise UserError(
-            f"there are {counted(len(weights), 'weight')} for {counted(len(functions), 'reward')}",
+            f"{counted(len(weights), 'weight')} for {counted(len(functions), 'reward')}",
             why=f"the rewards are {', '.join(names)}",
             fix="give one weight for each reward",
         )

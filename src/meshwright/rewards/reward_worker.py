@@ -43,8 +43,12 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, 
         returned = function(**arguments)
         if isinstance(returned, str):
             return None, f"it returned the text {returned[:80]!r}"
-        one = not hasattr(returned, "__len__")
-        values = [float(value) for value in ([returned] if one else returned)]
+        # Arrays without dimensions have a length that cannot be asked for.
+        one = getattr(returned, "ndim", None) == 0 or not hasattr(returned, "__len__")
+        values = [returned] if one else list(returned)
+        if any(value is None for value in values):
+            return None, "it returned None"
+        values = [float(value) for value in values]
     except Exception as error:
         return None, describe(error)
     return values, ""

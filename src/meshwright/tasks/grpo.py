@@ -1,7 +1,7 @@
 """GRPO: learning from rewards of completions, relative to others of the same prompt."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -53,6 +53,21 @@ class GRPO(GrpoConfig, GenerationConfig):
     vocab_size: int = 2
     context_length: int | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_in_order(cls, given: Any) -> Any:
+        rewards, weights = (given.get(name) for name in ("rewards", "reward_weights"))
+        if not isinstance(weights, Mapping):
+            return given
+        if not isinstance(rewards, Mapping) or set(rewards) != set(weights):
+            named = ", ".join(rewards) if isinstance(rewards, Mapping) else "not given by name"
+            raise UserError(
+                "the reward weights do not have the names of the rewards",
+                why=f"the weights are for {', '.join(weights)}; the rewards are {named}",
+                fix="give a dict of rewards and one of weights with the same names, or lists",
+            )
+        return {**given, "reward_weights": [weights[name] for name in rewards]}
+
     @model_validator(mode="after")
     def _fits_the_model(self) -> Self:
         if self.context_length is not None and self.most_tokens > self.context_length + 1:
@@ -92,7 +107,10 @@ class GRPO(GrpoConfig, GenerationConfig):
 
     def loss(self, model: Callable[..., Array], batch: Batch) -> tuple[Weighted, Metrics]:
         """Return the loss, and what happened as metrics."""
-        new = token_log_probs(model, batch)
+        tokens = read_field(batch, "tokens")
+        logits = _logits(model, tokens)
+        new = -cross_entropy(logits, tokens[:, 1:])
+        self._check_ends(logits.shape[-1])
         mask = read_field(batch, "completion_mask").astype(new.dtype)
         counted = read_field(batch, "counted").astype(new.dtype)
         sampler = read_field(batch, "sampler_log_probs").astype(new.dtype)
@@ -123,6 +141,17 @@ class GRPO(GrpoConfig, GenerationConfig):
             return weigh((losses * mask).sum(axis=1) / lengths[:, 0], counted), metrics
         each = (losses * mask).sum(axis=1) / self.max_generation_steps
         return weigh(each, counted), metrics
+
+    def _check_ends(self, vocabulary: int) -> None:
+        unknown = [token for token in self.eos_tokens or () if not 0 <= token < vocabulary]
+        if unknown:
+            raise UserError(
+                f"{Setting('generation.eos_tokens', self.eos_tokens)} has the token {unknown[0]}, "
+                "which the model does not know",
+                why=f"its {vocabulary:,} tokens are 0 to {vocabulary - 1}",
+                fix="name tokens of this model, or leave the setting out: completions then end "
+                "where the model's folder says",
+            )
 
     def _clipped(self, ratio: Array, advantage: Array) -> tuple[Array, Array, Array]:
         """Return the clipped objective of each token, and whether it was clipped below or above."""
@@ -190,14 +219,19 @@ class GRPO(GrpoConfig, GenerationConfig):
 
 
 def token_log_probs(model: Any, batch: Batch) -> Array:
-    """Return the log-probability of each target: [B, L-1].
+    """Return the log-probability of each target: [B, L-1]."""
+    tokens = read_field(batch, "tokens")
+    return -cross_entropy(_logits(model, tokens), tokens[:, 1:])
+
+
+def _logits(model: Any, tokens: Array) -> Array:
+    """Return the logits of all targets, [B, L-1, V].
 
     The model runs in evaluation mode, as it does when it samples: dropout would tell another model.
     """
     if hasattr(model, "eval"):
         model.eval()
-    tokens = read_field(batch, "tokens")
-    return -cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    return model(tokens[:, :-1])
 
 
 def reference_log_probs(model: Any, batch: Batch) -> Array:

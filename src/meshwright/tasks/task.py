@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.errors import UserError
+from meshwright.text.units import a_type
 from meshwright.weighted import Weighted
 
 Batch = Mapping[str, Array]
@@ -54,6 +55,15 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     Computed in float32, or in the logits' own type if that is wider. The label's logit is selected
     by comparison instead of indexing, so that logits sharded over V need a small sum, no gather.
     """
+    shape = getattr(logits, "shape", None)
+    if shape is None or shape[:-1] != labels.shape:
+        raise UserError(
+            "the model does not return logits of the targets",
+            why=f"the targets have shape {labels.shape}; it returns "
+            + (a_type(logits) if shape is None else f"an array of shape {shape}"),
+            fix="return logits alone: an array of the targets' shape and one dimension more, with "
+            f"a logit for each class ({', '.join('BT'[: labels.ndim])}, V)",
+        )
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     classes = jnp.arange(logits.shape[-1])
     picked = jnp.where(classes == labels[..., None], logits, 0).sum(axis=-1)

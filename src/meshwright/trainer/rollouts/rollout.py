@@ -84,7 +84,8 @@ class Rollouts:
         self.data.make, self.data.resume = self, self.files.kept
 
     def check(self, prompts: Data) -> None:
-        """Refuse prompts that are too long, and rewards that need columns they do not have."""
+        """Refuse batches of parts of groups, prompts that are too long, and columns that lack."""
+        self.data.num_prompts(self.programs.assembled.plan.batch.global_batch_size)
         count = prompts.num_samples or 0
         size = min(1024, count)
         for step in range(-(-count // max(size, 1))):
@@ -172,13 +173,18 @@ class Rollouts:
 
     def _check_length(self, number: int, prompt: Any) -> None:
         count, most = len(self.completer.encode(prompt)), self.task.max_prompt_length
-        if not 0 < count <= most:
+        if not count:
             raise UserError(
-                f"prompt {number} has {count:,} tokens",
-                why=f"{Setting('generation.max_prompt_length', most)}: {str(prompt)[:60]!r}",
-                fix=f"write {Setting('generation.max_prompt_length', count)}, or leave it out"
-                if count
-                else "leave it out: a model continues at least one token",
+                f"prompt {number} has no tokens",
+                why="a completion needs at least one token to follow",
+                fix="leave the prompt out, or write one",
+            )
+        if count > most:
+            raise UserError(
+                f"prompt {number} has {count:,} tokens: {str(prompt)[:60]!r}",
+                why=f"prompts may have {most:,} ({Setting('generation.max_prompt_length', most)})",
+                fix=f"write {Setting('generation.max_prompt_length', count)}, or leave the prompt "
+                "out",
             )
 
     def _values(self, number: int, columns: Any, rows: list[Row]) -> NDArray[np.float64]:
