@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshwright.errors import UserError
-from meshwright.text.units import a_type
 from meshwright.weighted import Weighted
 
 Batch = Mapping[str, Array]
@@ -60,7 +59,7 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
         raise UserError(
             "the model does not return logits of the targets",
             why=f"the targets have shape {labels.shape}; it returns "
-            + (a_type(logits) if shape is None else f"an array of shape {shape}"),
+            + (f"a {type(logits).__name__}" if shape is None else f"an array of shape {shape}"),
             fix="return logits alone: an array of the targets' shape and one dimension more, with "
             f"a logit for each class ({', '.join('BT'[: labels.ndim])}, V)",
         )
