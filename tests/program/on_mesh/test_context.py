@@ -311,7 +311,6 @@ def test_a_run_goes_on_without_the_axis_and_on_another_one(tmp_path):
     assert resumed == pytest.approx(fit("data=8", 4, "alone"), rel=1e-5)
 
 
-@pytest.mark.full
 def test_samples_that_data_does_not_divide_are_evaluated_in_divided_rows():
     trained = [
         mw.Trainer(
@@ -328,6 +327,7 @@ def test_samples_that_data_does_not_divide_are_evaluated_in_divided_rows():
     assert divided == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.full
 def test_two_processes_read_their_own_samples_and_have_the_losses_of_one(tmp_path):
     program = Path(rows_in_processes.__file__).read_text()
     said = run_processes(program, [str(tmp_path / "two")], count=2)
