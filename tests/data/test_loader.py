@@ -147,6 +147,9 @@ def test_a_reading_process_that_is_killed_is_named():
     stream = load_batches(numbers(), batch_size=6, workers=1)
     next(stream)
     (child,) = multiprocessing.active_children()
+    # Until its queue is full it asks again and again whether to stop. Killed in the middle of that,
+    # it would leave the lock of Grain's event taken, on which Grain then waits forever.
+    time.sleep(0.5)
     child.kill()
     with pytest.raises(EnvironmentProblem, match="a process that reads data has ended") as caught:
         list(itertools.islice(stream, 300))
