@@ -92,8 +92,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str) -> int:
-    """Complete the prompts of a file, score them, and print shares."""
+def _preset_and_samples(arguments: Arguments) -> tuple[str, int]:
     preset = arguments.flags.get("--preset", "greedy")
     if preset not in PRESETS:
         hint = did_you_mean(preset, PRESETS) or f"write one of {', '.join(PRESETS)}"
@@ -105,6 +104,12 @@ def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str)
             why="the preset is greedy, which takes the likeliest token",
             fix="write --preset standard",
         )
+    return preset, samples
+
+
+def run_with_rewards(arguments: Arguments, output: Output, path: str, file: str) -> int:
+    """Complete the prompts of a file, score them, and print shares."""
+    preset, samples = _preset_and_samples(arguments)
     import numpy as np
 
     from meshwright.data.corrupt import CorruptRecords

@@ -262,6 +262,9 @@ class TrainingRun:
 
     def _result(self, state: TrainState, seconds: float) -> FitResult:
         progress, hf_files = self._progress, self._start.hf_files
+        if self._rollouts is not None:
+            # A result lives longer than its run.
+            self._rollouts.release()
         extra: dict[str, Any] = {}
         if self._asked.recipe is not None and not progress.stop.interrupted:
             sample = self._sample(state)

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from meshwright.config.microbatches import multiples_around
-from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import CONTEXT, TENSOR, entry_names
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.op import nbytes_of
@@ -29,7 +27,6 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
-from meshwright.program.jaxpr.walks import where
 from meshwright.program.kernels.attention_operands import AttentionOperands, free_dims
 from meshwright.program.kernels.attention_products import (
     REPEATS,
@@ -37,10 +34,17 @@ from meshwright.program.kernels.attention_products import (
     follow_scores,
     score_products,
 )
+from meshwright.program.kernels.context_refusals import (
+    by_blocks,
+    no_positions,
+    one_by_one,
+    too_short,
+    uneven,
+    unknown_attention,
+)
 from meshwright.program.kernels.joined_attention import SharedRows
 from meshwright.program.kernels.passed_states import PassedStates, scales_and_adds
 from meshwright.program.kernels.regions import Substitution, describe
-from meshwright.text.units import counted, either
 
 LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
 """Returns how a variable is sharded over the mesh; None if it is not."""
@@ -189,18 +193,18 @@ def find_exchanges(
     if size == 1:
         return found
     if not classes.sequence:
-        raise _no_positions(classes, size)
+        raise no_positions(classes, size)
     for program in all_programs(classes.root):
         at = _Placing(classes, program, layout, sizes)
         _find_scans(at, found)
         for product in score_products(classes, program):
             attention = follow_scores(classes, program, product)
             if attention is None:
-                raise _unknown(product, size)
+                raise unknown_attention(product, size)
             _place(at, attention, found)
     shortest = min((placed.length for placed in found.attention.values()), default=size)
     if shortest < size:
-        raise _too_short(shortest, size)
+        raise too_short(shortest, size)
     return found
 
 
@@ -438,11 +442,11 @@ def _find_scans(at: _Placing, found: ContextExchanges) -> None:
             continue
         states = eqn.outvars[:carries]
         if any(at.classes.positions(at.program, state) for state in states):
-            raise _by_blocks(eqn, found.size)
+            raise by_blocks(eqn, found.size)
         if not all(rows) or eqn.params["reverse"] or not scales_and_adds(eqn):
-            raise _one_by_one(eqn, found.size)
+            raise one_by_one(eqn, found.size)
         if eqn.params["length"] % found.size:
-            raise _uneven(eqn, found.size)
+            raise uneven(eqn, found.size)
         # What each device adds to a state and how it scales it, and the gradients of its first.
         nbytes = found.size * sum(map(at.nbytes, states))
         sent = ("all-gather", 2 * nbytes, True), ("all-gather", nbytes, False)
@@ -450,69 +454,3 @@ def _find_scans(at: _Placing, found: ContextExchanges) -> None:
         assert isinstance(found.scans, dict)
         layouts = tuple(PartitionSpec(*at.gathered(state)) for state in states)
         found.scans[eqn.outvars[0]] = PassedStates(module, sent, at.program.times, layouts)
-
-
-def _one_by_one(eqn: Equation, size: int) -> UserError:
-    return _undivided(
-        size,
-        f"it goes through positions one after the other ({where(eqn)})",
-        why="each position waits for the one before it, and devices would for each other",
-    )
-
-
-def _by_blocks(eqn: Equation, size: int) -> UserError:
-    return _undivided(
-        size,
-        f"it reads their keys one block after the other ({where(eqn)})",
-        why="devices hold different keys, and such a loop would wait for each of them",
-        fix="write attention as softmax(scores) · values or call jax.nn.dot_product_attention, of "
-        "which kernels never store the scores; or ",
-    )
-
-
-def _uneven(eqn: Equation, size: int) -> UserError:
-    steps = eqn.params["length"]
-    return _undivided(
-        size,
-        f"it goes through them in {counted(steps, 'step')} ({where(eqn)})",
-        why=f"devices take equal numbers of steps, and {steps} is not divisible by {size}",
-        fix=f"divide the rows into {either(multiples_around(steps, size))} steps, or ",
-    )
-
-
-def _undivided(size: int, what: str, *, why: str, fix: str = "") -> UserError:
-    return UserError(
-        f"{Setting('mesh.context', size)} cannot divide the rows of this model: {what}",
-        why=why,
-        fix=f"{fix}use {Setting('mesh.fsdp', size)} for these devices",
-    )
-
-
-def _no_positions(classes: DimClasses, size: int) -> UserError:
-    """Return why a program has no positions that could be divided."""
-    for program, eqn in classes.equations():
-        if eqn.primitive.name in ("scan", "while") and program.values[eqn.outvars[-1]].has_data:
-            return _one_by_one(eqn, size)
-    return UserError(
-        f"{Setting('mesh.context', size)} finds no positions to divide",
-        why="it divides the dim that attention sums over, and this loss has no attention",
-        fix=f"use {Setting('mesh.fsdp', size)} or {Setting('mesh.data', size)} for these devices",
-    )
-
-
-def _too_short(length: int, size: int) -> UserError:
-    return UserError(
-        f"{Setting('mesh.context', size)} has more parts than a row has positions",
-        why=f"attention reads {counted(length, 'position')}, and each device needs one at least",
-        fix=f"write {Setting('mesh.context')} up to {length}, or use longer rows",
-    )
-
-
-def _unknown(eqn: Equation, size: int) -> UserError:
-    return UserError(
-        f"{Setting('mesh.context', size)} does not know this attention: what a product of "
-        f"positions with positions becomes is not multiplied by values ({where(eqn)})",
-        why="devices hold different positions, and must know which of the two are the keys",
-        fix=f"use {Setting('mesh.fsdp', size)} or {Setting('mesh.tensor', size)} for these "
-        "devices, or write attention as softmax(scores) · values",
-    )

@@ -153,6 +153,11 @@ class Rollouts:
         found = {"loss": -reward, "reward": reward, **(each if len(each) > 1 else {})}
         return {**found, "reward_failed": float(1 - known.mean()), EVAL_SAMPLES: count}
 
+    def release(self) -> None:
+        """Drop the copy of the reference and end the processes of rewards, until the next use."""
+        self._reference = []
+        self.rewards.processes.close()
+
     def _complete(
         self, state: TrainState, columns: Any, report: Report, samples: int = 1, **drawn: Any
     ) -> list[Row]:

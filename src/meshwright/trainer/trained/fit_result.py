@@ -197,7 +197,10 @@ class FitResult:
             prompts = held_out_prompts(data, self.rollouts.task, self.metadata.seed)
             self.rollouts.check(prompts)
             most = eval_batches and eval_batches * self.assembled.plan.batch.global_batch_size
-            return self.rollouts.evaluate(self.state, prompts, most)
+            try:
+                return self.rollouts.evaluate(self.state, prompts, most)
+            finally:
+                self.rollouts.release()
         expected = Expected(like=self.programs.batch_like, training=False)
         given = as_data(data, self.metadata.seed, expected=expected)
         evaluator = Evaluator(self.programs, given, limit=eval_batches)
