@@ -81,7 +81,11 @@ def _largest_block(traced: TracedLoss) -> int:
     return max(sizes, default=0)
 
 
-_BY_CUBLAS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+_BY_CUBLAS: dict[str, Any] = {
+    "xla_gpu_enable_triton_gemm": False,
+    # Products of the same rows, joined, leave their biases and slices to other kernels.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 
 
 def product_options(jaxpr: Jaxpr, kernels: Kernels) -> dict[str, Any]:

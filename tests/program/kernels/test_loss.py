@@ -106,8 +106,9 @@ PARTS = [
 @pytest.mark.parametrize(("samples", "length", "rows", "division"), PARTS)
 def test_parts_of_the_rows_equal_all_at_once(monkeypatch, samples, length, rows, division):
     """Along either dim, unrolled and in a loop."""
-    monkeypatch.setattr(chunked_loss, "ENTRIES", rows * CLASSES)
+    for name in ("ENTRIES", "MOST_ENTRIES"):
+        monkeypatch.setattr(chunked_loss, name, rows * CLASSES)
     monkeypatch.setattr(chunked_loss, "FEWEST_ROWS", 1)
-    assert chunked_loss.division((samples, length), CLASSES) == division
+    assert chunked_loss.division((samples, length, 1), CLASSES) == division
     batch = make_batch(samples, length)
     assert_equal(*both(build(["token_weights", "per_sample"]), loss, batch))

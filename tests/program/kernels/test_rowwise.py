@@ -209,6 +209,28 @@ def test_gradients_of_scale_and_bias_are_summed_in_parts(precision):
     assert len(re.findall(rf"f32\[8,8,{WIDTH}\] = reduce_sum", program)) == 2
 
 
+def test_a_bias_of_heads_is_added_as_one_vector():
+    """The compiler adds vectors while it multiplies, and would write this bias out for all rows."""
+
+    def heads(rngs):
+        made = nnx.LinearGeneral(WIDTH, (4, 8), rngs=rngs)
+        made.bias[...] = jax.random.normal(jax.random.key(1), (4, 8))
+        return made
+
+    def squares(model, batch):
+        return jnp.mean(jnp.square(model.heads(batch["x"])))
+
+    build = lambda: Forms({"heads": heads}, rngs=nnx.Rngs(0))  # noqa: E731
+    runs = both(build, squares, batch(8, 64), wide=False, precision="bf16")
+    assert_equal(*runs, tolerance=1e-2)
+    made = assembled(build, squares, batch(8, 64), "xla", wide=False, precision="bf16")
+    forward = planned_forward(made.traced, made.decision, made.plan, made.mesh)
+    values = made.traced.layout.from_canonical(made.model_leaves.values(build()))
+    program = str(jax.make_jaxpr(lambda v: forward(v, jax.tree.leaves(batch(8, 64))))(values))
+    assert "bf16[8,64,32] = add" in program
+    assert "bf16[8,64,4,8] = add" not in program
+
+
 @pytest.mark.full
 def test_gradients_of_half_precision_scales_are_as_accurate_as_without():
     names = ["layer_norm", "gemma", "exact_gelu"]

@@ -139,14 +139,15 @@ def _loss_parts(regions: Any, classes: DimClasses) -> LossParts:
     for region in regions:
         if not isinstance(region.kernel, LossKernel):
             continue
-        shape = aval_of(region.kernel.match.product.outvars[0]).shape
+        match = region.kernel.match
+        shape = aval_of(match.product.outvars[0]).shape
         ids = {
             dim[0].id
             for leaf in classes.leaves
             for dim in leaf.dims
             if len(dim) == 1 and dim[0].size == shape[-1]
         }
-        limits |= dict.fromkeys(ids, most_rows(shape[-1]))
+        limits |= dict.fromkeys(ids, most_rows(shape[-1], aval_of(match.hidden).shape[-1]))
         rows = max(rows, math.prod(shape[:-1]) / SAMPLES)
-        sums += 4 * math.prod(aval_of(region.kernel.match.kernel).shape)
+        sums += 4 * math.prod(aval_of(match.kernel).shape)
     return LossParts(limits, rows, sums)

@@ -22,7 +22,13 @@ from meshwright.program.kernels.match_loss import LossMatch
 from meshwright.program.kernels.regions import Region
 
 ENTRIES = 2**29
+"""Logits held at a time, at most, where few rows suffice."""
+
+MOST_ENTRIES = 2**30
 """Logits held at a time, at most."""
+
+ROWS_OF_WIDTH = 4
+"""Rows that suffice, for each entry of a row: every part reads and writes the gradients' sums."""
 
 FEWEST_ROWS = 1024
 """Rows of a part, at least, if there are that many."""
@@ -89,8 +95,15 @@ class _Work:
             run.defvjp(lambda *operands: (run(*operands), operands), self._recomputed)
         return run
 
+    @property
+    def _share(self) -> float:
+        """What each row adds to a mean: gradients are computed for it, and then scaled."""
+        return 1 / math.prod(aval_of(self.match.product.outvars[0]).shape[:-1])
+
     def _scaled(self, gradients: Any, cotangents: Any) -> tuple[Any, ...]:
         (factor,) = (c for c, graded in zip(cotangents, self.kernel.graded, strict=True) if graded)
+        # Where the loss is the mean of all rows, this is 1, and the compiler knows.
+        factor = factor / jnp.asarray(self._share, factor.dtype)
         return self._arranged([g * factor.astype(g.dtype) for g in gradients])
 
     def _recomputed(self, operands: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -141,12 +154,12 @@ class _Work:
         return self._summed(outputs), ()
 
     def _values_and_gradients(self, *operands: Any) -> Any:
-        ones = [
-            jnp.ones((), aval_of(v).dtype if self._casts else jnp.float64)
+        shares = [
+            jnp.full((), self._share, aval_of(v).dtype if self._casts else jnp.float64)
             for v, graded in zip(self.match.outputs, self.kernel.graded, strict=True)
             if graded
         ]
-        outputs, gradients = self._loop(self._differentiated, operands, ones)
+        outputs, gradients = self._loop(self._differentiated, operands, shares)
         return self._summed(outputs), self._stacked(gradients)
 
     def _gradients(self, *operands: Any) -> Any:
@@ -234,7 +247,7 @@ class _Work:
         match = self.match
         hidden, weight, *others = operands
         num_whole = len(match.whole)
-        dim, count = division(hidden.shape[:-1], aval_of(match.product.outvars[0]).shape[-1])
+        dim, count = division(hidden.shape, aval_of(match.product.outvars[0]).shape[-1])
         if count == 1 or not self.kernel.in_parts:
             outputs, gradients = part(hidden, weight, others, cotangents)
             return list(outputs), list(gradients)
@@ -259,18 +272,19 @@ class _Work:
         joined = joined[: len(shapes)]
         sums = [jnp.zeros(s.shape, s.dtype) for s, j in zip(shapes, joined, strict=True) if not j]
 
-        def step(carry: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
+        def step(carry: Any, index: Any) -> Any:
             # One part after the other, all of its products: the compiler would otherwise hold the
-            # logits of all parts.
-            carry, index = lax.optimization_barrier((carry, index))
-            results = one(index)
+            # logits of all parts. The first one finds sums that are known to be zero.
+            sums, before = carry
+            results = one(index + before)
             added = [r for r, j in zip(results, joined, strict=True) if not j]
-            carry = [c + a for c, a in zip(carry, added, strict=True)]
+            sums = [c + a for c, a in zip(sums, added, strict=True)]
             own = [r for r, j in zip(results, joined, strict=True) if j]
-            return lax.optimization_barrier((carry, own))
+            return lax.optimization_barrier(((sums, before), own))
 
         unroll = count if count <= UNROLLED else 1
-        sums, parts = lax.scan(step, sums, jnp.arange(count), unroll=unroll)
+        start = (sums, jnp.zeros((), jnp.int32))
+        (sums, _), parts = lax.scan(step, start, jnp.arange(count, dtype=jnp.int32), unroll=unroll)
         summed, stacked = iter(sums), iter(parts)
         results = [_join(next(stacked), dim) if j else next(summed) for j in joined]
         return results[:num_outputs], results[num_outputs:]
@@ -294,14 +308,16 @@ class _Work:
         return [True, False, *(v in self.match.by_row for v in trained)]
 
 
-def most_rows(classes: int) -> int:
-    """Return the rows of a part, at most, for logits of this many classes."""
-    return max(FEWEST_ROWS, min(MOST_ROWS, 2 ** int(math.log2(ENTRIES / classes))))
+def most_rows(classes: int, width: int) -> int:
+    """Return the rows of a part, at most, for rows of this width and logits of these classes."""
+    wanted = max(ENTRIES // classes, min(ROWS_OF_WIDTH * width, MOST_ENTRIES // classes), 1)
+    return max(FEWEST_ROWS, min(MOST_ROWS, 2 ** int(math.log2(wanted))))
 
 
-def division(rows: Sequence[int], classes: int) -> tuple[int, int]:
-    """Return which dim of the rows is split, and into how many parts."""
-    most = most_rows(classes)
+def division(shape: Sequence[int], classes: int) -> tuple[int, int]:
+    """Return which dim of rows [*rows, width] is split, and into how many parts."""
+    *rows, width = shape
+    most = most_rows(classes, width)
     needed = -(-math.prod(rows) // most)
     best = (0, 1)
     for dim, size in enumerate(rows):

@@ -19,6 +19,7 @@ from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
+from meshwright.program.evaluate.half_functions import HalfFunctions
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import GatherSpecs, Weights, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES, Float64
@@ -158,6 +159,7 @@ def mesh_evaluator(
     """
     kernels = layouts.kernels
     shardings = {v: mesh.sharding(spec) for v, spec in layouts.activations.items()}
+    narrow = HalfFunctions() if mesh.platform == "gpu" else None
     rules = [
         *first,
         KernelRule(mesh, kernels, shardings),
@@ -170,13 +172,13 @@ def mesh_evaluator(
         LoopWeights(mesh, layouts.loop_reads),
         rearrange_weight,
         WeightGradients(mesh, lookups, rows=kernels.rows, layouts=layouts.activations),
-        AddWeights(mesh, in_parts=kernels.sums_in_parts),
+        AddWeights(mesh, in_parts=kernels.sums_in_parts, rows=kernels.rows),
         # The compiler of CPUs drops the barriers that keep blocks apart.
         LayerScans(remat, by_block=mesh.platform != "cpu"),
     ]
     return Evaluator(
         [*rules, *WIDE_RULES] if wide else rules,
-        numerics=Float64() if wide else None,
+        numerics=Float64() if wide else narrow,
         weights=Weights(
             uses, layouts.weights, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),

@@ -1,5 +1,6 @@
 """The rules of a program on a mesh: weights gathered where they are read, gradients in float32."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,23 +85,42 @@ class AddWeights:
     Attributes:
         mesh: where the program runs.
         in_parts: whether gradients are summed in two steps; see `repeat_vector`.
+        rows: whether all dims of a weight are joined: a compiler adds a vector while it multiplies,
+            but writes the bias of heads [H, D] out for every row.
     """
 
     mesh: MeshView
     in_parts: bool = False
+    rows: bool = False
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate a sum or difference with a weight."""
         if eqn.primitive.name not in _ADDS or not any(map(env.is_half_weight, eqn.invars)):
             return None
         operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
-        shape: Any = jnp.broadcast_shapes(*(x.shape for x in operands))
+        whole: Any = jnp.broadcast_shapes(*(x.shape for x in operands))
+        shape = whole
+        if self.rows:
+            operands, shape = _join_features(operands, whole)
         repeat = repeats_on(self.mesh) if self.in_parts else jnp.broadcast_to
         added = [
             repeat(x, shape).astype(aval_of(atom).dtype) if env.is_half_weight(atom) else x
             for x, atom in zip(operands, eqn.invars, strict=True)
         ]
-        return bind(eqn, added)
+        return [result.reshape(whole) for result in bind(eqn, added)]
+
+
+def _join_features(operands: list[Value], shape: tuple[int, ...]) -> tuple[list[Value], Any]:
+    """Return operands, of which one is repeated for rows, with its dims joined, and their shape."""
+    smallest = min((x.shape for x in operands), key=math.prod)
+    features = smallest[next((n for n, size in enumerate(smallest) if size > 1), 0) :]
+    lead = len(shape) - len(features)
+    if len(features) < 2 or not lead or shape[lead:] != features:
+        return operands, shape
+    shapes = {smallest: (-1,), shape: (*shape[:lead], -1)}
+    if any(x.shape not in shapes for x in operands):
+        return operands, shape
+    return [x.reshape(shapes[x.shape]) for x in operands], (*shape[:lead], math.prod(features))
 
 
 @dataclass(frozen=True)
