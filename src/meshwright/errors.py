@@ -257,10 +257,7 @@ def missing_package(what: str, package: str, extra: str) -> EnvironmentProblem:
 def did_you_mean(word: str, known: Iterable[str], section: str = "") -> str:
     """Return ``did you mean `x`?`` for the nearest known word, or an empty string.
 
-    Args:
-        word: what was written.
-        known: the words there are.
-        section: what the suggested word is a part of: ``did you mean `section.x`?``.
+    With a section that the word is a part of, it says ``did you mean `section.x`?``.
     """
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     whole = ".".join(filter(None, (section, *match)))

@@ -251,12 +251,10 @@ def _known_size(micro_batch_size: int | str | None) -> int | None:
 def resolve_mesh(
     sizes: Mapping[str, int], num_devices: int, *, num_blocks: int | None = None
 ) -> dict[str, int]:
-    """Return sizes whose product is ``num_devices``; the error suggests meshes that work.
+    """Return sizes whose product is ``num_devices``; one of those requested may be -1.
 
-    Args:
-        sizes: the requested mesh; one size may be -1.
-        num_devices: number of devices.
-        num_blocks: number of repeated blocks, which pipeline stages divide; None if unknown.
+    The error suggests meshes that work. Pipeline stages divide the repeated blocks, if their number
+    is known.
     """
     asked = canonical_sizes(sizes)
     try:

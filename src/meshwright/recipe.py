@@ -65,12 +65,9 @@ class Recipe:
         model: builds the model from random streams.
         loss: the task's loss; an exception inside it becomes a `UserError` about the config.
         eval_loss: what evaluations compute instead; None for the loss.
-        task: the task.
         config_data: the data, for training and held out.
-        optimizer: the optimizer.
         ema_decay: the decay of a moving average of the weights; None keeps none.
         clip_norm: largest global gradient norm; None does not clip.
-        learning_rate: the learning rate by step.
         duration: how long to train.
         guarded: whether steps that are not finite change nothing.
         trained: what is trained: variables, or adapters.
@@ -109,10 +106,7 @@ class Recipe:
     ) -> Assembled:
         """Build the step for a plan and batches of this shape; nothing is compiled yet.
 
-        Args:
-            plan: the plan.
-            batch: a global batch, or its shapes.
-            devices: the devices of the mesh; all of this process by default.
+        By default the mesh has all devices of this process.
         """
         return assemble(
             self.model,

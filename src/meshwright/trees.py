@@ -61,9 +61,7 @@ def divide_batch(batch: Batch, parts: int) -> Batch:
 def check_num_samples(sizes: Mapping[str, int], name: str) -> int:
     """Return how many samples arrays have in dim 0, which must be the same for all of them.
 
-    Args:
-        sizes: the size of dim 0 by array, at least one.
-        name: what the arrays belong to, such as ``the batch``.
+    Their sizes are by name of the array; ``name`` is what they belong to, such as ``the batch``.
     """
     if len(set(sizes.values())) > 1:
         raise UserError(

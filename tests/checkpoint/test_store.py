@@ -1,6 +1,8 @@
 """Checkpoints on disk: what is kept, what is refused, and what they hold."""
 
 import sys
+import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from meshwright.checkpoint import (
     find_store,
     read_params,
 )
+from meshwright.checkpoint import store as store_module
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.cli.main import main
 from meshwright.errors import UserError
@@ -72,6 +75,77 @@ def test_arrays_are_not_copied_to_page_locked_memory_on_gpus(tmp_path, monkeypat
     )
     assert store.close().error is None
     assert copied == [False]
+
+
+def test_only_a_save_that_is_waited_for_copies_several_arrays_at_a_time(tmp_path, monkeypatch):
+    waited = []
+
+    def noting(state, awaited):
+        waited.append(awaited.wait(state["seconds"]))
+
+    monkeypatch.setattr(store_module, "_bring_to_host", noting)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    monkeypatch.setattr(store, "_write", lambda *_: None)
+    metadata = CheckpointMetadata(step=1, seed=1, global_batch_size=8)
+    store.save({"seconds": 60}, metadata)
+    assert store.wait().error is None
+    store.save({"seconds": 0}, metadata)
+    while store.finished() is None:
+        pass
+    assert waited == [True, False]
+    store.close()
+
+
+def test_few_bytes_are_on_their_way_to_the_host(monkeypatch):
+    done = []
+
+    class Shard:
+        replica_id, nbytes = 0, 8
+
+        def __init__(self, name):
+            self.data, self.name = self, name
+
+        def copy_to_host_async(self):
+            done.append(f"begin {self.name}")
+
+    class Fake(SimpleNamespace):
+        pass
+
+    def end(shard):
+        done.append(f"end {shard.name}")
+        return shard
+
+    monkeypatch.setattr(store_module.jax, "Array", Fake)
+    monkeypatch.setattr(store_module, "np", SimpleNamespace(asarray=end))
+    monkeypatch.setattr(store_module, "IN_FLIGHT_BYTES", 16)
+    state = [Fake(addressable_shards=[Shard(name)]) for name in "abcd"]
+    awaited = threading.Event()
+    store_module._bring_to_host(state, awaited)
+    assert done == [f"{verb} {name}" for name in "abcd" for verb in ("begin", "end")]
+    done.clear()
+    awaited.set()
+    store_module._bring_to_host(state, awaited)
+    assert done == [
+        *("begin a", "begin b", "begin c", "end a", "begin d"),
+        *("end b", "end c", "end d"),
+    ]
+
+
+def test_replicas_in_one_process_are_copied_to_the_host_once(tmp_path, monkeypatch):
+    mesh = jax.make_mesh((8,), ("data",))
+    array = jax.device_put(jnp.ones((1024, 2048)), NamedSharding(mesh, PartitionSpec()))
+    read, slices = [], replica_slices.ReplicaSlice.data
+    monkeypatch.setattr(
+        replica_slices.ReplicaSlice,
+        "data",
+        lambda self: read.append(self.unsliced_data) or slices(self),
+    )
+    store = CheckpointStore(tmp_path / "checkpoints")
+    metadata = CheckpointMetadata(step=1, seed=1, global_batch_size=8)
+    store.save({"params": {"w": array}}, metadata)
+    assert store.close().error is None
+    (first,) = (each for each in read if isinstance(each, jax.Array))
+    assert first is array.addressable_shards[0].data
 
 
 def test_saving_small_arrays_of_replicas_compiles_nothing(tmp_path, caplog):
@@ -153,13 +227,12 @@ def test_an_old_checkpoint_of_which_a_part_is_deleted_is_not_listed(folder, monk
             lambda path, **_: next(path.rglob("*metadata")).unlink(),
         )
         save(store, 5)
-        store.wait()
+        store.close()
     assert (checkpoints / "deleted").is_dir()
     assert CheckpointReader(checkpoints).steps() == [5]
     again = CheckpointStore(checkpoints, keep_last=1)
     assert {path.name for path in checkpoints.iterdir()} == {"5"}
-    for each in (store, again):
-        each.close()
+    again.close()
 
 
 def test_a_save_that_fails_is_told_and_the_next_is_tried(folder, monkeypatch):

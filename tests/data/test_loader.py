@@ -2,6 +2,8 @@
 
 import itertools
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 
@@ -147,13 +149,60 @@ def test_a_reading_process_that_is_killed_is_named():
     stream = load_batches(numbers(), batch_size=6, workers=1)
     next(stream)
     (child,) = multiprocessing.active_children()
-    # Until its queue is full it asks again and again whether to stop. Killed in the middle of that,
-    # it would leave the lock of Grain's event taken, on which Grain then waits forever.
-    time.sleep(0.5)
     child.kill()
     with pytest.raises(EnvironmentProblem, match="a process that reads data has ended") as caught:
         list(itertools.islice(stream, 300))
     assert "killed by signal 9" in caught.value.why
+
+
+KILLED_WITH_LOCKS = """
+import gc, multiprocessing, os, signal, sys
+from multiprocessing.synchronize import Lock, RLock
+
+import numpy as np
+
+from meshwright.data.loader import load_batches
+from meshwright.data.user_data import as_data
+from meshwright.errors import EnvironmentProblem
+
+
+def batch(step, batch_size):
+    if step == 1:
+        for each in gc.get_objects():
+            if isinstance(each, (Lock, RLock)):
+                each.acquire(timeout=0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"x": np.full((batch_size, 2), step)}
+
+
+def main():
+    data = as_data(batch)
+    read, left = (load_batches(data, batch_size=2, workers=1, prefetch=1) for _ in "ab")
+    for stream in (read, left):
+        next(stream)
+    for process in multiprocessing.active_children():
+        process.join()
+    try:
+        next(read)
+    except EnvironmentProblem as error:
+        print(error.why)
+    # Closed when the interpreter ends.
+    sys.modules["left"] = left
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_reading_process_may_be_killed_while_it_holds_locks(tmp_path):
+    """Whoever then waited for one of them would wait forever, even at the end of the program."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_WITH_LOCKS)
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert "killed by signal 9" in run.stdout
 
 
 @pytest.mark.full

@@ -56,12 +56,14 @@ def test_a_copy_goes_to_the_host_where_the_memory_of_a_step_is_not_known(assembl
     assert not form._has_room()
 
 
-def test_an_earlier_copy_needs_no_room(assembled, monkeypatch):
-    form = form_on_gpu(assembled, monkeypatch, bytes_limit=10_000, peak_bytes_in_use=9_400)
-    form._beside = 0
-    assert not form._has_room()
-    form._copy_programs[True] = None
-    assert form._has_room()
+def test_where_copies_go_is_decided_by_the_first(assembled, monkeypatch):
+    form, state, room = CanonicalForm(assembled), assembled.init(0), [False, True, False]
+    monkeypatch.setattr(form, "_has_room", lambda: room.pop(0))
+    form.prepare(0)
+    for _ in range(3):
+        arrays = form.snapshot(state).arrays["params"].values()
+        assert {array.sharding.memory_kind for array in arrays} != {"pinned_host"}
+    assert room == [False]
 
 
 @pytest.mark.parametrize("room", [True, False])

@@ -4,7 +4,10 @@ import logging
 import math
 import os
 import shutil
+import sys
+import threading
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +37,12 @@ logger = logging.getLogger("meshwright.checkpoint")
 DELETED = "deleted"
 """Where an old checkpoint is moved to be deleted: a kill would leave a part of it listed."""
 SLICED_BYTES = 1 << 20
-"""Replicas write a part of an array each if it has so many bytes: a part compiles a program."""
+"""Replicas write a part of an array each if it has so many bytes: a part compiles a program.
+
+In a single process they would only copy to the host once more what the checksums read whole.
+"""
+IN_FLIGHT_BYTES = 1 << 28
+"""Of a save that is waited for, what is copied to the host at once: in page-locked memory first."""
 _LEAST_SLICE = "_min_slice_bytes_for_replica_parallel"
 
 
@@ -68,7 +76,8 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
         silence_orbax()
-        vars(ocp.type_handlers.get_type_handler(jax.Array))[_LEAST_SLICE] = SLICED_BYTES
+        least = SLICED_BYTES if process_count() > 1 else sys.maxsize
+        vars(ocp.type_handlers.get_type_handler(jax.Array))[_LEAST_SLICE] = least
         self.folder = folder.absolute()
         _make_folder(self.folder)
         _set_aside_unreadable(self.folder)
@@ -105,6 +114,7 @@ class CheckpointStore:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
+        self._awaited = threading.Event()
 
     def save(
         self,
@@ -127,7 +137,13 @@ class CheckpointStore:
     def wait(self) -> Saved | None:
         """Wait for the save in progress, if any, and return its outcome."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
+        if pending is None:
+            return None
+        self._awaited.set()
+        try:
+            return pending.result()
+        finally:
+            self._awaited.clear()
 
     def finished(self) -> Saved | None:
         """Return the outcome of the last save if it is complete, without waiting."""
@@ -153,8 +169,10 @@ class CheckpointStore:
                 jax.block_until_ready(state)
                 if not bool(np.asarray(finite)):
                     raise StateNotFinite(metadata.step)
-                _bring_to_host(state)
+                _bring_to_host(state, self._awaited)
                 self._write(state, metadata, loss)
+                # Everything is on disk then. The next save follows in the same thread.
+                self._thread.submit(_remove_deleted, self.folder)
             except StateNotFinite as caught:
                 error, reason = caught, str(caught)
             except Exception as caught:
@@ -186,25 +204,34 @@ class CheckpointStore:
             metrics=None if loss is None else {"loss": loss},
             force=True,
         )
-        _remove_deleted(self.folder)
         if is_main():
             # A checkpoint without its checksums would be taken for damaged later.
             read_checksums(self.folder / str(metadata.step) / CHECKSUMS)
 
 
-def _bring_to_host(state: Any) -> None:
+def _bring_to_host(state: Any, awaited: threading.Event) -> None:
     """List the shards of every array, and copy those to write to the host, before threads do.
 
     JAX lists them on first use. Before release 0.12, threads that do so at the same time may get
-    only some of them, and the others would be missing in the checkpoint. Copied one after the
-    other, they share a buffer in page-locked memory, which takes long to allocate; JAX keeps the
-    copies.
+    only some of them, and the others would be missing in the checkpoint. JAX keeps the copies.
+
+    Copied one after the other, arrays share a buffer in page-locked memory, which takes long to
+    allocate, and the steps keep most of the link. While someone waits for the save, no step runs,
+    and several arrays are copied at a time.
     """
+    copying: deque[Any] = deque()
+    size = 0
     for array in jax.tree.leaves(state):
         if isinstance(array, jax.Array):
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:
-                    np.asarray(shard.data)
+                    shard.data.copy_to_host_async()
+                    copying.append(shard.data)
+                    size += shard.data.nbytes
+                while copying and size > (IN_FLIGHT_BYTES if awaited.is_set() else 0):
+                    size -= np.asarray(copying.popleft()).nbytes
+    for data in copying:
+        np.asarray(data)
 
 
 def _make_folder(folder: Path) -> None:

@@ -32,7 +32,6 @@ class ChatText:
     """A conversation as text.
 
     Attributes:
-        text: the text.
         learned: the parts of it that are learned.
         marked: whether a template marks these parts, or else they follow prompts.
         whole: whether the text has its own start and end tokens, as a template writes them.
@@ -48,12 +47,9 @@ class ChatText:
 
 @dataclass(frozen=True)
 class ChatRow:
-    """A conversation as tokens.
+    """A conversation as tokens [T], and which of them are learned: predicted from those before [T].
 
-    Attributes:
-        ids: the tokens [T].
-        mask: whether each is learned: predicted from those before it [T].
-        joined: whether the tokens of a prompt alone differ from those before its answer.
+    It is ``joined`` if the tokens of a prompt alone differ from those before its answer.
     """
 
     ids: NDArray[np.int32]
@@ -68,7 +64,6 @@ class ChatEncoder:
     A ValueError says what is wrong with a conversation.
 
     Attributes:
-        tokenizer: the tokenizer.
         template: the chat template; None refuses lists of messages.
         loss_on: what is learned.
         keys: the fields of a message: who says it, and what.

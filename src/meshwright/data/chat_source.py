@@ -170,9 +170,7 @@ class ChatFields:
 class LearnedRows(PackedRows):
     """Rows of conversations; tokens that are learned are stored as their complements, below 0.
 
-    Attributes:
-        apart: whether rows hold several conversations, which ``segment_ids`` tell apart.
-        template: the chat template; None if there is none.
+    Rows are ``apart`` if they hold several conversations, which ``segment_ids`` tell apart.
     """
 
     apart: bool = True

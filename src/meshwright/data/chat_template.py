@@ -36,7 +36,6 @@ class ChatTemplate:
     """A chat template, written as transformers does.
 
     Attributes:
-        text: the template.
         special_tokens: the texts of special tokens by name, such as ``bos_token``.
         origin: where it comes from, for messages.
         arguments: further variables of the template.

@@ -6,7 +6,10 @@ import gc
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -77,7 +80,46 @@ def load_batches(
         stream = stream.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=ahead)
         )
+        _share_no_locks(stream)
     return BatchStream(iter(stream), shared=workers > 0)
+
+
+def _share_no_locks(stream: Any) -> None:
+    """Let the processes of a stream learn without locks when to stop.
+
+    A process that is killed while it holds a lock never gives it back, and Grain would wait for it
+    forever: while it reads, when it is closed, and when the interpreter ends.
+    """
+    import grain
+
+    class Reader(grain.IterDataset[Any]):
+        """One of the processes."""
+
+        def __iter__(self) -> grain.DatasetIterator[Any]:
+            reader: Any = self._parent.__iter__()
+            reader._prefetch_should_stop = _Flag()
+            # These streams are never set to another state.
+            reader._set_state_request_count = SimpleNamespace(value=0, get_lock=nullcontext)
+            return reader
+
+    (interleaved,) = stream.parents
+    interleaved._datasets = [Reader(each) for each in interleaved._datasets]
+
+
+class _Flag:
+    """An event of two processes that nobody waits for."""
+
+    def __init__(self) -> None:
+        self._value: Any = get_context("spawn").RawValue("b", 0)
+
+    def is_set(self) -> bool:
+        return bool(self._value.value)
+
+    def set(self) -> None:
+        self._value.value = 1
+
+    def clear(self) -> None:
+        self._value.value = 0
 
 
 class BatchStream(Iterator[HostBatch]):

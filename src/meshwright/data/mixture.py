@@ -65,9 +65,7 @@ class MixtureData(Data):
     weights, its earlier rows count as they were.
 
     Attributes:
-        sources: the sources by name.
         weights: the share of each; they are divided by their sum.
-        seed: seed of the run.
         shuffle: whether each epoch of a source is shuffled anew.
         stages: the step from which on a run had some weights, for all runs so far.
     """
@@ -174,13 +172,9 @@ class MixtureData(Data):
 
 @dataclass(frozen=True)
 class FilledSource:
-    """A source of a mixture with all arrays of the mixture.
+    """A source of a mixture with all arrays of the mixture, of which ``like`` is one row.
 
     Rows of tokens without them are learned whole, and are one document each.
-
-    Attributes:
-        source: the source.
-        like: one row of every array.
     """
 
     source: Any
@@ -226,11 +220,7 @@ _FILLED = ("mask", "segment_ids", "positions")
 
 @dataclass(frozen=True)
 class PartsData(SourceData):
-    """The sources of a mixture to evaluate on, each for itself; the first stands for all.
-
-    Attributes:
-        members: the data of each source by name.
-    """
+    """The sources of a mixture by name, to evaluate on each alone; the first stands for all."""
 
     members: Mapping[str, Data] = field(default_factory=dict[str, Data])
 

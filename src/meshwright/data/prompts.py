@@ -23,9 +23,7 @@ PROMPT = "prompt"
 class PromptSource:
     """Records with a prompt each: a text, token ids, or the messages of a conversation.
 
-    Attributes:
-        records: the records, each with a ``prompt``.
-        tokenizer: turns prompts into tokens; None if they are tokens.
+    A tokenizer turns prompts into tokens; None if they are tokens.
     """
 
     def __init__(self, records: Sequence[Any], tokenizer: Any = None) -> None:

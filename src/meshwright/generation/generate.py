@@ -57,16 +57,12 @@ class Generator:
 
     Attributes:
         model: maps tokens [B, T] to logits [B, T, V]; its weights are where they are needed.
-        sampling: how tokens are chosen.
         text: text to tokens and back.
         max_new_tokens: the most new tokens of a row.
         stops: strings that end a row.
         samples: continuations of each prompt.
-        seed: of the samples.
         batch_size: rows at a time.
         context: the most tokens of a row.
-        placement: where rows are.
-        remarks: what the user should know.
         notes: what else turned out while generating.
         stated: whether the context is known to be right, and tables need not be looked for.
         pace: how fast tokens came so far.
@@ -101,10 +97,7 @@ class Generator:
     ) -> list[Row]:
         """Continue prompts.
 
-        Args:
-            prompts: the prompts.
-            on_piece: called with what each row gets, as soon as it has it.
-            chunk: the most tokens between two such calls.
+        ``on_piece`` is called with what each row gets, at the latest after ``chunk`` tokens.
         """
         most = self.room(max(len(prompt.tokens) for prompt in prompts) + self.max_new_tokens)
         rows = [
@@ -167,10 +160,7 @@ class Generator:
     def check(self, number: int, prompt: Any, *, whole: bool = True) -> NDArray[np.int32]:
         """Return the tokens of a prompt; refuse one that the model cannot read.
 
-        Args:
-            number: the number of the prompt.
-            prompt: a text or token ids.
-            whole: whether it must fit the context, with room for a new token.
+        A ``whole`` one must fit the context, with room for a new token.
         """
         tokens = self._tokens(number, prompt)
         wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)]

@@ -33,12 +33,7 @@ MASKED = 8192
 
 
 class IncrementalDecoder:
-    """Computes the logits of new tokens from a cache of earlier ones.
-
-    Args:
-        traced: the model's program.
-        length: the most tokens of a row.
-    """
+    """Computes the logits of new tokens from a cache of earlier ones, up to ``length`` tokens."""
 
     reason = sees = ""
 

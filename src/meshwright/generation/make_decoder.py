@@ -19,13 +19,10 @@ from meshwright.program.jaxpr.equations import Equation, aval_of
 def make_decoder(
     model: SplitModel, length: int, *, divided: bool = False, kernel: str = ""
 ) -> TokenDecoder:
-    """Return a model's decoder.
+    """Return the decoder of a model that maps tokens [B, T] to logits [B, T, V].
 
-    Args:
-        model: maps tokens [B, T] to logits [B, T, V].
-        length: the most tokens of a row, prompt and continuation together.
-        divided: whether devices have parts of weights.
-        kernel: what computes attention over whole prompts; empty for the model's own operations.
+    A row has at most ``length`` tokens, prompt and continuation together. Weights are ``divided``
+    if devices have parts of them. A ``kernel`` computes attention over whole prompts.
     """
     try:
         return cached_decoder(model, length, divided=divided, kernel=kernel)

@@ -71,11 +71,8 @@ def how_generated(model: Any) -> str:
 def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tuple[Any, Any]:
     """Return the logits and the cache of a row, as shapes, for a model without values.
 
-    Args:
-        model: the model.
-        prompt: tokens of the prompt.
-        length: the most tokens of the row.
-        dtype: format of the weights while generating.
+    The row has at most ``length`` tokens, ``prompt`` of which are its prompt; ``dtype`` is the
+    format of the weights while generating.
     """
     split = split_model(model, half_precision(dtype))
     most = split.structure.context

@@ -43,11 +43,7 @@ _LATER = primitives(
 
 
 class NotIncremental(Exception):
-    """Why a model's rows cannot be computed one after the other.
-
-    Attributes:
-        at: the operation and its module; empty if it is none of them.
-    """
+    """Why a model's rows cannot be computed one after the other, and ``at`` which operation."""
 
     def __init__(self, why: str, at: str = "") -> None:
         self.at = at
@@ -62,12 +58,10 @@ class NotIncremental(Exception):
 
 
 class Positions:
-    """The positions of a program's values.
+    """The positions of a program's values; its last input is the tokens [1, T].
 
-    Args:
-        closed: the program, traced for few positions; its last input is the tokens [1, T].
-        chunk: the program may divide positions into chunks of so many.
-        longer: the same program for more positions, to see how far back masks let rows see.
+    It is traced for few positions, which it may divide into chunks of so many. ``longer`` is the
+    same program for more of them, to see how far back masks let rows see.
     """
 
     def __init__(
@@ -168,16 +162,10 @@ class Positions:
         return reach
 
     def masked(self, atom: Atom, row: int, key: int, window: int = 0) -> str:
-        """Return what a value with two dims of positions is where the key is later than the row.
+        """Return what a value is where the key is later than the row, by its dims of the two.
 
-        Args:
-            atom: the value.
-            row: its dim of rows.
-            key: its dim of keys.
-            window: if given, what it is where the key is at least so much earlier instead.
-
-        Returns:
-            ``zero``, ``low`` (so negative that its exponential vanishes), or nothing.
+        That is ``zero``, ``low`` (so negative that its exponential vanishes), or nothing. With a
+        window, it is about keys that are at least so much earlier instead.
         """
         if not self.depends(atom):
             spans = self._spans(atom, row, key)

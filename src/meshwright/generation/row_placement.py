@@ -96,14 +96,10 @@ class RowPlacement:
         return jax.tree.map(lambda array: _put(array, where), tree)
 
     def place(self, model: SplitModel, dtype: Any = None) -> tuple[RowPlacement, list[Array], str]:
-        """Return a model's weights gathered over all axes but tensor, and cast.
+        """Return a model's weights gathered over all axes but tensor, and cast to ``dtype``.
 
-        Args:
-            model: the model, with weights sharded in any way; they stay as they are.
-            dtype: of those that are floats; None leaves it.
-
-        Returns:
-            Where they are then, they, and a remark if they do not fit and are over all axes.
+        The model's own stay as they are. Also returns where the weights are then, and a remark if
+        they do not fit and are over all axes.
         """
         weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in model.weights]
         dtypes = [_cast(weight.dtype, dtype) for weight in weights]

@@ -79,10 +79,8 @@ def plan_rows(
 ) -> RowPlan:
     """Plan how the logits of the next token are computed; raises `NotIncremental`.
 
-    Args:
-        positions: what is known of the program.
-        of_weights: the values that are the same for all tokens and lengths.
-        num_sources: how many inputs before the tokens are the source of a row.
+    ``of_weights`` are the values that are the same for all tokens and lengths; ``num_sources`` is
+    how many inputs before the tokens are the source of a row.
     """
     plan = RowPlan(positions)
     (logits,) = positions.jaxpr.outvars[:1]

@@ -150,7 +150,6 @@ class Chosen(NamedTuple):
     """Tokens [B] and their log-probabilities [B].
 
     Attributes:
-        token: the tokens.
         log_prob: of the model's full distribution.
         drawn_log_prob: of the distribution that was drawn from; 0 at temperature 0.
     """

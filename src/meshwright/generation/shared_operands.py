@@ -1,6 +1,7 @@
 """Products that share an operand: weights of one input are joined, repeated keys are read once."""
 
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,24 +34,19 @@ def share_operands(closed: ClosedJaxpr, joinable: int, *, also: Sequence[Var] = 
     input is multiplied with all of its weights at once, and heads that share a key read it once
     instead of a copy for each.
 
-    Args:
-        closed: the program; its first inputs are weights, the last one is the tokens.
-        joinable: how many inputs are weights that may be concatenated.
-        also: what the program returns besides its results.
+    Its first inputs are weights, of which so many are ``joinable``, and the last one is the tokens.
+    ``also`` is what it returns besides its results.
     """
     makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    rules = [_Joined(closed, group) for group in _groups(closed, joinable, makers)]
-
     of_tokens = dependent_variables(closed.jaxpr.eqns, [closed.jaxpr.invars[-1]])
-
-    def unrepeat(eqn: Equation, env: Environment) -> list[Value] | None:
-        return _unrepeat(eqn, env, makers)
-
-    def scale_last(eqn: Equation, env: Environment) -> list[Value] | None:
-        return _scale_last(eqn, env, makers, of_tokens)
+    rules = (
+        *(_Joined(closed, group) for group in _groups(closed, joinable, makers)),
+        partial(_unrepeat, makers=makers),
+        partial(_scale_last, makers=makers, of_tokens=of_tokens),
+    )
 
     def run(*args: Value) -> list[Value]:
-        evaluator = Evaluator((*rules, unrepeat, scale_last))
+        evaluator = Evaluator(rules)
         env = evaluator.environment(closed, args)
         evaluator.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in (*closed.jaxpr.outvars, *also)]

@@ -152,11 +152,9 @@ def _at(values: Any, *keys: str) -> Any:
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Text to tokens and back, by a tokenizer of Meshwright, `tokenizers` or transformers.
+    """Text to tokens and back, by a tokenizer of Meshwright, `tokenizers` or transformers, if any.
 
-    Attributes:
-        tokenizer: the tokenizer; None if there is none.
-        where: where one was looked for, for the message without one.
+    ``where`` it was looked for is for the message without one.
     """
 
     tokenizer: Any = None

@@ -13,14 +13,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Piece:
-    """What a row has got since its last piece.
+    """What a row has got since its last piece; it is a sample of a prompt, both by number.
 
-    Attributes:
-        prompt: the number of the prompt.
-        sample: the number of the sample.
-        text: its new text; empty without a tokenizer.
-        tokens: its new tokens.
-        ended: why it ended; empty while it goes on.
+    The text is empty without a tokenizer, and ``ended`` is empty while the row goes on.
     """
 
     prompt: int
@@ -34,13 +29,7 @@ OnPiece = Callable[[Piece], None]
 
 
 class TextWatch:
-    """Ends rows at stop strings, and sends their text on as it grows.
-
-    Args:
-        text: decodes tokens.
-        stops: strings that end a row.
-        on_piece: called with what each row gets.
-    """
+    """Ends rows at stop strings, and sends their text to ``on_piece`` as it grows."""
 
     def __init__(
         self,

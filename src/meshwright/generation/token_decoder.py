@@ -41,8 +41,6 @@ class ModelStructure:
     """What models of one program share; the same object for models alike.
 
     Attributes:
-        name: the name of the model's class.
-        graphdef: its structure.
         tree: how its weights are arranged.
         context: the most tokens of a row that it takes, as it or its parts say.
     """
@@ -150,12 +148,7 @@ class RecomputingDecoder:
     """Runs the model on all earlier tokens again for every new one.
 
     If more than earlier tokens counts, rows are not padded, and each length has its own program.
-
-    Attributes:
-        model: the model, without values.
-        length: the most tokens of a row.
-        reason: why nothing is kept.
-        sees: what the logits depend on besides earlier tokens.
+    The model has no values.
     """
 
     model: SplitModel
@@ -257,10 +250,7 @@ def with_source(weights: Weights, source: Source) -> list[Array]:
 def split_model(model: nnx.Module, compute_dtype: Any = None, source: Source = ()) -> SplitModel:
     """Take a model apart.
 
-    Args:
-        model: the model.
-        compute_dtype: see `SplitModel`.
-        source: what rows have besides tokens, as arrays [B, …] or their shapes.
+    ``source`` is what rows have besides tokens, as arrays [B, …] or their shapes.
     """
     structure, weights = _parts(model)
     rows = tuple(jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype) for s in source)
@@ -310,8 +300,7 @@ def _walk(part: Any, attributes: list[Any], found: dict[int, Any]) -> bool:
 class PerModel(Generic[Kept]):
     """Keeps what a function of a model, and further arguments, made for the last models alike.
 
-    Args:
-        make: the function; what it returns depends on no weight.
+    What it returns depends on no weight.
     """
 
     def __init__(self, make: Callable[..., Kept]) -> None:

@@ -33,12 +33,9 @@ class Ended(StrEnum):
 
 
 class Prompt(NamedTuple):
-    """A prompt.
+    """The tokens of a prompt, and what it has besides them.
 
-    Attributes:
-        number: its number in the call, which decides its random bits.
-        tokens: its tokens.
-        source: what it has besides them.
+    Its number in the call decides its random bits.
     """
 
     number: int
@@ -51,7 +48,6 @@ class Row:
     """A continuation of a prompt.
 
     Attributes:
-        prompt: the prompt.
         sample: its number among those of the prompt.
         limit: the most tokens it may have.
         tokens: the new tokens; a stop token is the last.
@@ -80,12 +76,7 @@ class Row:
 
 @dataclass
 class Pace:
-    """How fast tokens come from programs that are compiled already.
-
-    Attributes:
-        tokens: how many came so.
-        seconds: how long they took.
-    """
+    """How many tokens came from programs that were compiled already, and in how many seconds."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -110,11 +101,6 @@ class TokenLoop:
     """Continues batches of prompts.
 
     Attributes:
-        programs: the compiled programs.
-        weights: the weights of the model.
-        sampling: how tokens are chosen.
-        seed: the seed of the samples.
-        max_new_tokens: the most new tokens of a row.
         chunk: the most tokens between two looks at them.
         pace: where to note how fast they come.
     """
@@ -130,15 +116,10 @@ class TokenLoop:
     def run(
         self, rows: Sequence[Row], watch: Watch = lambda row: None, *, may_stop: bool = True
     ) -> None:
-        """Continue rows until all have ended.
+        """Continue rows until all have ended; ``watch`` looks at those with new tokens.
 
-        A batch runs at most 2 + log2(rows) programs of the model.
-
-        Args:
-            rows: the rows.
-            watch: looks at rows with new tokens.
-            may_stop: whether rows may end before their limits. If not, devices go on with the next
-                tokens while the last ones are looked at.
+        A batch runs at most 2 + log2(rows) programs of the model. If no row may stop before its
+        limit, devices go on with the next tokens while the last ones are looked at.
         """
         programs, method, decoder = self.programs, self.sampling.method, self.programs.decoder
         numbers = programs.placement.put(self.sampling.numbers(programs.vocabulary, self.seed))
@@ -280,11 +261,8 @@ def chunk_size(tokens: int, most: int) -> int:
 class Generated(Sequence[Row]):
     """What a model generated: one `Row` after the other, sample by sample, in the prompts' order.
 
-    Attributes:
-        rows: all of them.
-        seconds: how long it took, with compilation.
-        remarks: what was taken from files, and what was done otherwise than asked.
-        pace: how fast tokens came from programs that were compiled already.
+    Unlike the pace, the seconds include compilation. Remarks say what was taken from files, and
+    what was done otherwise than asked.
     """
 
     rows: tuple[Row, ...]

@@ -34,7 +34,6 @@ class Rows(NamedTuple):
         position: where this token stands.
         new: its new tokens.
         limit: the most new tokens it may have.
-        done: whether it has ended.
         prompt: the number of its prompt.
         sample: the number of its sample.
         seen: bool [B, V], the tokens it has; [B, 0] unless repetition is penalized.
@@ -82,11 +81,7 @@ class Prompts(NamedTuple):
 class TokenPrograms:
     """The programs of one decoder on one mesh, compiled once for each shape and method.
 
-    Attributes:
-        decoder: computes the logits.
-        placement: where rows are.
-        vocabulary: V.
-        ran: the sizes and methods of calls of `advance` so far, for which it is compiled.
+    ``ran`` are the sizes and methods of calls of `advance` so far, for which it is compiled.
     """
 
     def __init__(self, decoder: TokenDecoder, placement: RowPlacement, vocabulary: int) -> None:
@@ -192,11 +187,7 @@ def token_programs(
 ) -> TokenPrograms:
     """Return the programs of a model, from an earlier call if there are any.
 
-    Args:
-        model: the model, with its weights where they are needed.
-        length: the most tokens of a row.
-        placement: where rows are.
-        vocabulary: how many tokens the model knows.
+    Its weights are where they are needed; ``length`` is the most tokens of a row.
     """
     divided, kernel = placement.divides_weights, placement.kernel
     decoder = make_decoder(model, length, divided=divided, kernel=kernel)

@@ -38,13 +38,7 @@ from meshwright.text.units import counted
 
 
 class PromptAttention(NamedTuple):
-    """An attention of a program.
-
-    Attributes:
-        operands: its queries, keys and values.
-        output: what it computes.
-        run: computes it for all rows.
-    """
+    """An attention of a program: its operands, its result, and what computes it for all rows."""
 
     operands: tuple[Var, Var, Var]
     output: Var
@@ -52,12 +46,7 @@ class PromptAttention(NamedTuple):
 
 
 def find_attention(closed: ClosedJaxpr, kernel: str) -> list[PromptAttention]:
-    """Return the attentions of a program that a kernel computes.
-
-    Args:
-        closed: the program.
-        kernel: ``cudnn``, ``xla``, or empty for none.
-    """
+    """Return the attentions of a program that this kernel computes; none if it is empty."""
     found: list[PromptAttention] = []
     if not kernel:
         return found

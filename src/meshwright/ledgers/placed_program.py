@@ -215,16 +215,13 @@ def _recomputed(classes: DimClasses) -> set[int]:
             if id(eqn) not in inside:
                 continue
             read = {n for v in variables(eqn.invars) for n in sums.get(v, ())}
-            own = {n for n in program.noted.get(position, ()) if _is_sum(classes, n)}
+            noted = program.noted.get(position, ())
+            own = {n for n in noted if classes.events[n].kind in ("contract", "reduce")}
             if eqn.primitive.name not in _PASSES:
                 found |= read
                 read = set()
             sums.update(dict.fromkeys(eqn.outvars, own | read))
     return found
-
-
-def _is_sum(classes: DimClasses, number: int) -> bool:
-    return classes.events[number].kind in ("contract", "reduce")
 
 
 def _without_gradient(root: ProgramDims) -> set[int]:

@@ -34,7 +34,6 @@ class WeightRead:
     Attributes:
         leaf: the number of the step leaf.
         operation: the primitive.
-        module: the module it is in.
         iterations: how often loops run it with the same weight.
         sizes: bytes of the weight, and of what is computed from it alone before it is read.
         through: the modules in which that is computed.
@@ -54,13 +53,9 @@ class WeightRead:
 
 @dataclass(frozen=True)
 class _Source:
-    """What a value is computed from.
+    """What a value is computed from: data, or the leaves of weights.
 
-    Attributes:
-        leaves: the weights; empty if it depends on data.
-        sizes: the bytes of these, and of values between them and this one.
-        through: the modules that compute those values.
-        data: whether it depends on data.
+    With these come the bytes of them and of values between, and the modules that compute those.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -90,14 +85,10 @@ def weight_reads(traced: TracedLoss) -> list[WeightRead]:
 def _follow_reads(
     reads: list[WeightRead], caller: str, iterations: int, eqn: Equation, operands: list[_Source]
 ) -> list[_Source]:
-    """Return what the results of an equation are computed from, and record the weights it reads.
+    """Return what the results of an equation are computed from, as is known of its operands.
 
-    Args:
-        reads: the list they are added to.
-        caller: the module of the call that the equation is in.
-        iterations: how often the loops around it run.
-        eqn: the equation.
-        operands: what its operands are computed from.
+    The weights that it reads are added to ``reads``. The ``caller`` is the module of the call that
+    it is in, and ``iterations`` how often the loops around it run.
     """
     name, module = eqn.primitive.name, module_of(name_stack(eqn)) or caller
     from_data = any(source.data for source in operands)
@@ -161,11 +152,9 @@ def _joined(operands: Sequence[_Source], result: Any, module: str) -> _Source:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """What the gradient of a value needs.
+    """What the gradient of a value needs; if ``trained``, it flows back to trained leaves.
 
-    Attributes:
-        trained: whether it depends on trained leaves, so that a gradient flows back to it.
-        weights: numbers of the leaves it is, if it is only a rearranged leaf.
+    The ``weights`` are the numbers of the leaves it is, if it is only a rearranged leaf.
     """
 
     trained: bool = False

@@ -20,12 +20,7 @@ START_SECONDS = 120.0
 
 
 class Calls(NamedTuple):
-    """Calls of one reward function, which one process makes.
-
-    Attributes:
-        function: its number.
-        arguments: of each call, by name.
-    """
+    """Calls of one numbered reward function, by their named arguments, which one process makes."""
 
     function: int
     arguments: list[dict[str, Any]]
@@ -54,12 +49,9 @@ class _Worker:
 
 @dataclass
 class RewardProcesses:
-    """Calls importable functions in processes of their own.
+    """Calls importable functions, named ``package.module:Name``, in processes of their own.
 
-    Attributes:
-        names: the functions, as ``package.module:Name``.
-        seconds: the most seconds of a call, on average over those that are made together.
-        count: the most processes.
+    A call takes at most so many seconds, on average over those that are made together.
     """
 
     names: Sequence[str]

@@ -22,13 +22,7 @@ _Todo = tuple[int, int, list[Sequence[int]]]
 
 
 class Group(NamedTuple):
-    """The completions of one prompt.
-
-    Attributes:
-        prompt: the prompt.
-        completions: its completions.
-        columns: the other columns of the prompt.
-    """
+    """The completions of one prompt, and its other columns."""
 
     prompt: Any
     completions: Sequence[Any]
@@ -36,11 +30,9 @@ class Group(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Rewards of completions.
+    """Rewards of completions, float64 [completions, functions]; NaN where a function failed.
 
-    Attributes:
-        values: float64 [completions, functions]; NaN where a function failed.
-        problems: what went wrong, by function, with the number of completions it cost.
+    Problems are by function, with the number of completions each cost.
     """
 
     values: NDArray[np.float64]
@@ -95,8 +87,6 @@ class RewardSet:
     long, its calls are made again one by one, so that only those that fail alone are lost.
 
     Attributes:
-        functions: the functions.
-        weights: how much each counts.
         processes: calls those that can be imported.
     """
 

@@ -60,7 +60,6 @@ class Decision(ProgramLayouts):
         gradients: placement of the reduced gradient of each step leaf.
         gathers: by number, the step leaves that are gathered before use.
         batch: partition spec of a batch.
-        classes: the dim classes of the program.
         tensor: the dims that the tensor axis shards.
         ignored: sharding constraints in the model that are not followed, a sentence each.
         search: which kernels were asked for.
@@ -88,14 +87,9 @@ def decide(
 ) -> Decision:
     """Decide how leaves, gradients, optimizer state and activations are placed on a mesh.
 
-    Args:
-        traced: the loss.
-        sizes: axis sizes of the mesh.
-        sharding: the sharding config.
-        staged: numbers of the step leaves that hold blocks of pipeline stages; the others belong
-            to no stage and are sharded over all of them.
-        search: which kernels may evaluate known parts of the program; none by default.
-        classes: the dim classes of the loss, if they are known.
+    ``staged`` are numbers of the step leaves that hold blocks of pipeline stages; the others belong
+    to no stage and are sharded over all of them. ``search`` says which kernels may evaluate known
+    parts of the program, by default none.
     """
     classes = classes or dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
@@ -165,13 +159,8 @@ def place_leaves(
 ) -> tuple[Placement, ...]:
     """Return the placement of each step leaf, sharded as far as the mesh does.
 
-    Args:
-        traced: the loss.
-        classes: its dim classes.
-        tensor: the dims that the tensor axis shards.
-        sizes: axis sizes of the mesh.
-        sharding: the sharding config.
-        staged: numbers of the step leaves that hold blocks of pipeline stages.
+    ``tensor`` are the dims that the tensor axis shards, and ``staged`` the numbers of the step
+    leaves that hold blocks of pipeline stages.
     """
     paths = [leaf.path for leaf in traced.layout.leaves]
     return tuple(

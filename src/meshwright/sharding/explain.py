@@ -17,15 +17,11 @@ class LeafReport:
     """The placement of one parameter of the model.
 
     Attributes:
-        path: canonical path.
-        shape: its shape.
-        dtype: its dtype.
         spec: mesh axes per dim; an empty string for a dim that is not sharded.
         bytes: size of the whole parameter.
         bytes_per_device: size of its shard.
         stage: the pipeline stage that holds it; None if all of them do.
         whole_over: mesh axes that could shard it but do not.
-        reason: the reason for its placement.
         remedy: a change that would shard it further; empty if every axis shards it.
     """
 

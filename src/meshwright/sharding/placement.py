@@ -21,7 +21,6 @@ class Reason:
     """One reason for the placement of a leaf.
 
     Attributes:
-        text: a phrase.
         in_block: the same about one block of a stack, which lacks the stack's leading dim; None if
             nothing changes.
         of_stages: whether it says that pipeline stages hold different blocks.
@@ -44,12 +43,9 @@ BY_ANNOTATION = Reason("annotated in the model")
 
 @dataclass(frozen=True)
 class Placement:
-    """Which mesh axes shard the dims of one leaf.
+    """Which mesh axes shard each dim of the leaf at a canonical path, and why.
 
-    Attributes:
-        path: canonical path.
-        dims: for each dim, the axes it is sharded over.
-        reasons: the reasons; none if no axis shards the leaf.
+    There are no reasons if no axis shards the leaf.
     """
 
     path: str
@@ -104,13 +100,8 @@ def add_fsdp(
 ) -> Placement:
     """Shard a leaf over the fsdp axis, on its largest divisible dim that is not yet sharded.
 
-    Args:
-        leaf: the leaf.
-        placed: its placement over other axes.
-        size: devices on the fsdp axis.
-        smallest: leaves with fewer elements are not sharded: gathering them costs more than it
-            saves.
-        keep: number of leading dims that are never sharded.
+    Leaves with fewer elements than ``smallest`` are not sharded: gathering them costs more than it
+    saves. The first ``keep`` dims never are.
     """
     dims = list(placed.dims)
     elements = math.prod(leaf.shape[keep:])
@@ -147,12 +138,7 @@ def add_pipe(
 
 
 def on_each_stage(blocks: int, *, even: bool) -> Reason:
-    """Return the reason for a stack whose blocks are on different stages.
-
-    Args:
-        blocks: blocks of the largest stage.
-        even: whether all stages have the same number of blocks.
-    """
+    """Return the reason for a stack whose blocks, at most so many each, are on different stages."""
     text = f"{'' if even else 'up to '}{counted(blocks, 'block')} on each stage"
     return Reason(text, of_stages=True)
 

@@ -24,11 +24,7 @@ def find_rule(
 ) -> tuple[str, Rule] | None:
     """Return the last rule whose pattern matches one of the leaves a step leaf holds.
 
-    Args:
-        rules: rules by their patterns.
-        step: the step leaf.
-        paths: paths of the model's leaves.
-        stages: number of pipeline stages; with several, blocks are always rolled.
+    With several stages, blocks are always rolled.
     """
     last_match = None
     for pattern, rule in rules.items():
@@ -100,14 +96,7 @@ def by_rule(pattern: str, rule: Rule) -> Reason:
 
 
 def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages: int) -> None:
-    """Refuse a spec that shards blocks over the stages a second time.
-
-    Args:
-        step: a leaf that holds the blocks of pipeline stages.
-        spec: the partition spec of a rule or an annotation.
-        reason: the rule or the annotation.
-        stages: number of pipeline stages.
-    """
+    """Refuse a spec that shards blocks over the stages a second time."""
     without_pipe = [[n for n in entry_names(e) if canonical_axis(n) != "pipe"] for e in spec]
     if stages == 1 or sum(map(len, without_pipe)) == sum(len(entry_names(e)) for e in spec):
         return

@@ -36,8 +36,6 @@ class LeafChoice:
 
     Attributes:
         dim: the sharded dim; None if every device holds the whole leaf.
-        role: the role of the dim.
-        reason: the reason for the choice.
         obstacle: for a leaf that every device holds whole, what rules out sharding it.
     """
 
@@ -49,12 +47,9 @@ class LeafChoice:
 
 @dataclass(frozen=True)
 class TensorChoice:
-    """How a model is sharded over the tensor axis.
+    """How a model is sharded over the tensor axis: the choice for each leaf by canonical path.
 
-    Attributes:
-        size: the size of the axis.
-        leaves: the choice for each parameter and state leaf, by canonical path.
-        splits: the number of parts of each sharded class; for activations.
+    ``splits`` are the numbers of parts of each sharded class, for activations.
     """
 
     size: int

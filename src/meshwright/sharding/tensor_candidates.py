@@ -42,7 +42,6 @@ class Candidate:
     """Dim classes that the tensor axis could shard together.
 
     Attributes:
-        classes: the program's classes.
         splits: the number of parts of each class; their product is the size of the axis.
         touched: positions (in the program's inputs) of the parameters with such a dim.
         placed: by position of an input, the dim that would be sharded.
@@ -95,10 +94,7 @@ def reductions_of(classes: DimClasses, name: int) -> frozenset[int]:
 def find_candidates(classes: DimClasses, size: int, *, square: bool = False) -> list[Candidate]:
     """Return every candidate that has a kernel, in the order of the program's inputs.
 
-    Args:
-        classes: the program's classes.
-        size: the size of the tensor axis.
-        square: whether a class may be two dims of one parameter, of which the last is sharded.
+    If ``square``, a class may be two dims of one parameter, of which the last is sharded.
     """
     kernel_dims = [dim for leaf in classes.weights if leaf.is_kernel for dim in leaf.dims if dim]
     sizes = {factor.id: factor.size for dim in kernel_dims for factor in dim}

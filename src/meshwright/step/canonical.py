@@ -73,6 +73,7 @@ class CanonicalForm:
         )
         self._copy_programs: dict[bool, Any] = {}
         self._beside: float = math.inf
+        self._here: bool | None = None
         self._place = jax.jit(
             self._to_state, donate_argnums=0, out_shardings=self._step.shardings.state
         )
@@ -87,7 +88,10 @@ class CanonicalForm:
         On accelerators the copy is in host memory unless they have room for it. The next step waits
         for the copy: milliseconds on the device, and to the host as long as the link takes.
         """
-        return Snapshot(*self._copy_program()(state))
+        if self._here is None:
+            # By now a step has run, and shown what it needs.
+            self._here = self._has_room()
+        return Snapshot(*self._copy_program(here=self._here)(state))
 
     def prepare(self, beside: int | None) -> None:
         """Compile the program of `snapshot` ahead, so that the first is as fast as the others.
@@ -95,10 +99,9 @@ class CanonicalForm:
         ``beside`` are the bytes that a step needs on a device besides its state, if that is known.
         """
         self._beside = math.inf if beside is None else beside
-        self._copy_program()
+        self._copy_program(here=self._has_room())
 
-    def _copy_program(self) -> Any:
-        here = self._has_room()
+    def _copy_program(self, *, here: bool) -> Any:
         if here not in self._copy_programs:
             shardings = self._shardings
             if not here:
@@ -117,9 +120,7 @@ class CanonicalForm:
             return True
         leaves = jax.tree.leaves(self.structs)
         copy = sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in leaves)
-        # An earlier copy, which is gone, is part of the peak.
-        gone = copy if True in self._copy_programs else 0
-        free = (_free_bytes(device, self._beside, gone) for device in devices)
+        free = (_free_bytes(device, self._beside) for device in devices)
         return agree(all(size >= copy for size in free), "all")
 
     def base_arrays(self, state: TrainState) -> dict[str, Any]:
@@ -221,10 +222,10 @@ class CanonicalForm:
         return shardings
 
 
-def _free_bytes(device: Any, beside: float, gone: int) -> float:
+def _free_bytes(device: Any, beside: float) -> float:
     """Return what is left of a device's memory when as much is used as ever before."""
     stats = memory_stats(device)
-    used = max(stats.get("bytes_in_use", 0) + beside, stats.get("peak_bytes_in_use", 0) - gone)
+    used = max(stats.get("bytes_in_use", 0) + beside, stats.get("peak_bytes_in_use", 0))
     return stats.get("bytes_limit", 0) * (1 - SPARE_SHARE) - used
 
 

@@ -174,13 +174,7 @@ def _read(known: dict[Var, Any], atom: Atom) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """How one output of a program is computed.
-
-    Attributes:
-        eqns: the equations, in order.
-        inputs: the variables from outside that they read, in the order in which they read them.
-        output: the output.
-    """
+    """How one output of a program is computed: by equations in order, and what they read."""
 
     eqns: tuple[Equation, ...]
     inputs: tuple[Var, ...]

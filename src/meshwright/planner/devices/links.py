@@ -256,7 +256,8 @@ def _on_torus(sizes: Sequence[int], chip: Chip) -> list[InsideLinks]:
         shared = math.gcd(size, on_chip)
         on_chip //= shared
         needed, links, steps, hops = size // shared, 0, shared - 1, 0.0
-        for dim in _by_fit(free, needed):
+        # Dims of just this size first, then the longest.
+        for dim in sorted(range(len(free)), key=lambda d: (free[d] != needed, -free[d])):
             taken = math.gcd(needed, free[dim])
             if taken == 1:
                 continue
@@ -270,11 +271,6 @@ def _on_torus(sizes: Sequence[int], chip: Chip) -> list[InsideLinks]:
         pair = chip.links_per_chip if links == 0 and shared > 1 else 1
         found.append(InsideLinks(max(links, pair), pair, steps, max(hops, 1.0)))
     return found[::-1]
-
-
-def _by_fit(free: Sequence[int], size: int) -> list[int]:
-    """Order dims: those of just this size first, then the longest."""
-    return sorted(range(len(free)), key=lambda dim: (free[dim] != size, -free[dim]))
 
 
 def _wraps(length: int, chip: Chip) -> bool:

@@ -11,12 +11,9 @@ from meshwright.planner.estimate.model_states import PlacedState
 
 @dataclass(frozen=True)
 class RolloutNeeds:
-    """What rollouts need.
+    """What rollouts need: the bytes of a row's cache and logits, and whether there is a reference.
 
-    Attributes:
-        row_bytes: bytes of a row's cache and logits.
-        rows: rows that are generated at a time; None for all of a batch.
-        reference: whether there is a reference.
+    ``rows`` are generated at a time; None for all of a batch.
     """
 
     row_bytes: int

@@ -22,13 +22,10 @@ _EVERY_NTH = re.compile(r".*?\d+n(?:\+\d+)?")
 
 @dataclass(frozen=True)
 class BlockList:
-    """Modules with numbered names that run one after another.
+    """Modules with numbered names that run one after another, ``period`` of them in a block.
 
-    Attributes:
-        pattern: their paths with ``*`` for the number: ``blocks.*``, ``layers.layer_*``.
-        elements: their paths in order of execution.
-        ranges: the equations of each block, as [start, stop).
-        period: how many consecutive elements are one block.
+    The ``pattern`` is their path with ``*`` for the number: ``blocks.*``, ``layers.layer_*``. The
+    equations of each block are a range [start, stop).
     """
 
     pattern: str
@@ -232,13 +229,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class BlockSegment:
-    """One block.
-
-    Attributes:
-        eqns: its equations.
-        reads: values from outside it reads.
-        results: its values that are read outside.
-    """
+    """The equations of a block, what it reads from outside, and which results are read outside."""
 
     eqns: tuple[Equation, ...]
     reads: tuple[Var, ...]

@@ -53,11 +53,8 @@ def with_even_connections(
 ) -> tuple[TracedLoss, frozenset[str]]:
     """Return a program in which the blocks of its longest list are connected equally, if possible.
 
-    With it come the paths of the leaves in that list that only connections read.
-
-    Args:
-        traced: the loss.
-        same_leaves: whether two modules have the same leaves, some paths aside.
+    With it come the paths of the leaves in that list that only connections read. ``same_leaves``
+    says whether two modules have the same leaves, some paths aside.
     """
     jaxpr = traced.closed.jaxpr
     lists, none = find_block_lists(jaxpr.eqns), frozenset[str]()
@@ -84,8 +81,6 @@ class ConnectedBlocks:
     """Equal blocks and the connections before them.
 
     Attributes:
-        blocks: the list of modules.
-        bodies: the equations of each block.
         connections: the equations before each block and after the previous one; none for the first.
         start: first equation of the first block.
         stop: first equation after the last block.

@@ -57,10 +57,7 @@ def describe_jump(
 ) -> str:
     """Say which block reads which value of another block than the one before it.
 
-    Args:
-        paths: the paths of the blocks.
-        bodies: their equations.
-        column: by block, the operand that it reads at one place.
+    ``column`` is, by block, the operand that it reads at one place.
     """
     owners = [_owner(bodies, atom) for atom in column]
     usual = owners[1] is not None and 1 - owners[1]
@@ -221,10 +218,8 @@ def _kinds(
 def longest_run(kinds: Sequence[int], pairs: Sequence[int], period: int) -> tuple[int, int]:
     """Return the first block and the length of the longest run that repeats with a period.
 
-    Args:
-        kinds: the kind of each block.
-        pairs: the kind of each pair of consecutive blocks.
-        period: how many consecutive blocks are repeated; runs are whole multiples of it.
+    Blocks have kinds, and so have pairs of consecutive blocks; runs are whole multiples of the
+    period.
     """
     best, first = (0, 0), 0
     for last in range(len(kinds)):

@@ -47,13 +47,10 @@ Column = tuple[Atom, ...]
 
 @dataclass(frozen=True)
 class Carry:
-    """A value passed from block to block.
+    """A value passed from block to block: ``initial`` is what the first block receives.
 
-    Attributes:
-        initial: what the first block receives.
-        received: its name in the rolled block.
-        passed_on: the name of what the next block receives: a result, or another received value.
-        final: what the last block passes on.
+    The names are those of what the rolled block receives and passes on: a result, or another
+    received value.
     """
 
     initial: Atom
@@ -67,12 +64,10 @@ class RolledBlockList:
     """Equal blocks as one program: the first block's equations, and each block's operands.
 
     Attributes:
-        blocks: the list of modules.
         start: first equation of the first block.
         stop: first equation after the last block.
         hoisted: equations of the blocks that run before the first one: each takes its block's
             part of a value from outside.
-        eqns: the first block's equations.
         constants: values that every block reads.
         carries: values passed from block to block.
         varying: by name, the value that each block reads.
@@ -99,12 +94,8 @@ def roll_block_list(
     """Return the blocks as one program, or the reason why they are not equal.
 
     If several kinds of blocks alternate, one of each is rolled as one block. If not all blocks are
-    equal, the longest run that repeats is rolled.
-
-    Args:
-        jaxpr: the program.
-        blocks: modules that run one after another.
-        same_leaves: whether the leaves of two modules, given by their paths, have the same roles.
+    equal, the longest run that repeats is rolled. ``same_leaves`` says whether the leaves of two
+    modules, given by their paths, have the same roles.
     """
     whole = _roll_with_periods(jaxpr, blocks)
     if isinstance(whole, RolledBlockList):

@@ -16,12 +16,9 @@ Rows = Mapping[Var, tuple[Var, int]]
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """A program whose blocks read rows of stacked arrays.
+    """A program whose blocks, rolled into one, read rows of stacked arrays.
 
-    Attributes:
-        traced: the program, without the equations that take the rows.
-        rolled: its blocks as one program.
-        rows: the rows that the blocks read.
+    The equations that take the rows are left out.
     """
 
     traced: TracedLoss
@@ -30,11 +27,7 @@ class RowBlocks:
 
 
 def roll_rows(traced: TracedLoss) -> RowBlocks | str | None:
-    """Return the blocks of a loop over rows, or why they are not equal; None without such a loop.
-
-    Args:
-        traced: the program.
-    """
+    """Return the blocks of a loop over rows, or why they are not equal; None if there is none."""
     leaves = dict(zip(traced.closed.jaxpr.invars, traced.leaves, strict=False))
     jaxpr, rows = _without_row_reads(traced.closed.jaxpr, list(leaves))
     if not rows:

@@ -38,7 +38,6 @@ class _WrittenState:
     """A state leaf that each block writes.
 
     Attributes:
-        leaves: the leaf of each block.
         result: its new value, in the first block.
         casts: the new value of each block in the leaf's dtype, if it has to be cast.
     """
@@ -50,12 +49,7 @@ class _WrittenState:
 
 @dataclass(frozen=True)
 class RollResult:
-    """A traced loss with its blocks rolled where possible.
-
-    Attributes:
-        traced: the program over stacked leaves.
-        remarks: for each list of blocks that could not be rolled, why.
-    """
+    """A traced loss with its blocks rolled where possible, and remarks why other lists were not."""
 
     traced: TracedLoss
     remarks: tuple[str, ...]
@@ -64,10 +58,8 @@ class RollResult:
 def roll_program(traced: TracedLoss, *, even_connections: bool = False) -> RollResult:
     """Replace every list of equal blocks by a scan over their stacked leaves.
 
-    Args:
-        traced: the program.
-        even_connections: also roll blocks between which the model computes different things, at the
-            cost of passing on all values that are read later (`with_even_connections`).
+    With ``even_connections``, blocks between which the model computes different things are rolled,
+    too, at the cost of passing on all values that are read later (`with_even_connections`).
     """
     apart = frozenset[str]()
     if even_connections:
@@ -326,7 +318,6 @@ class _LazyValues(dict[Var, Any]):
     """An environment that slices stacks and casts leaves only when they are read.
 
     Attributes:
-        leaves: the step's leaves.
         stacks: by variables of the unrolled program, the stack of their values.
         pending: by variable, the leaf or stack it is in, and its position if that is a stack.
     """

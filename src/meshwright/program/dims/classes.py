@@ -32,8 +32,6 @@ class LeafDims:
     Attributes:
         role: trained or frozen parameter, other state, or batch.
         path: canonical path, such as ``blocks.0.mlp.up.kernel``.
-        shape: its shape.
-        nbytes: its bytes.
         dims: for each dim its factors, major first; a dim of size 1 has none.
         uses: how dots, convolutions and lookups over data use its classes; empty for leaves that
             no such operation reads (biases, scales, position tables that are added).
@@ -62,9 +60,7 @@ class LeafDims:
 class Roles(NamedTuple):
     """Which dims of a kernel are its columns and its rows, major first.
 
-    Attributes:
-        column: dims that reach the output of its matrix product (or lookup).
-        row: dims that are contracted (or looked up).
+    Columns reach the output of its matrix product or lookup; rows are contracted or looked up.
     """
 
     column: tuple[int, ...]
@@ -204,12 +200,7 @@ class DimClasses:
 
 
 def find_dim_classes(program: ClosedJaxpr, labels: Sequence[LeafLabel]) -> DimClasses:
-    """Find the dim classes of a traced loss.
-
-    Args:
-        program: the loss as a jaxpr over flat leaves.
-        labels: what each input of the program is, in order.
-    """
+    """Find the dim classes of a loss traced over flat leaves; the labels say what each input is."""
     walk = Walk()
     inputs = [
         walk.input(

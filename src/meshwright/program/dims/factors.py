@@ -13,9 +13,7 @@ from typing import NamedTuple
 class DimFactor(NamedTuple):
     """One factor of a dim, which is not split any further.
 
-    Attributes:
-        id: the class it belongs to, equal for all dims that must be sharded together.
-        size: its length.
+    Its ``id`` is equal for all dims that must be sharded together.
     """
 
     id: int

@@ -37,7 +37,6 @@ class Value(NamedTuple):
     """What is known about one array of the program.
 
     Attributes:
-        dims: its dims.
         params: leaves it is computed from, if it depends on no data.
         has_data: whether it depends on the batch.
         has_grad: whether a gradient flows through it to a parameter.
@@ -60,7 +59,6 @@ class ShardingEvent:
         dims: the dims concerned.
         nbytes: bytes of the array that would be reduced or gathered, each time.
         times: how often the surrounding loops run the operation (unknown counts are 1).
-        primitive: the operation.
         path: its module; empty if unknown.
         source: the array that is spread or gathered; partial results for one array are merged
             before they are sent, so events with the same source cost once. -1 if it has none.
@@ -141,7 +139,6 @@ class Op:
     """One equation in one call of a program.
 
     Attributes:
-        equation: the equation itself.
         operands: what is known about the inputs.
         path: the module it belongs to; empty if unknown.
         times: how often the surrounding loops run it.

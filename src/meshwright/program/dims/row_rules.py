@@ -28,12 +28,7 @@ _RUNNING = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows: from which position on, and how many.
-
-    Attributes:
-        start: the first position; a number of the program, which may be traced.
-        count: how many.
-    """
+    """So many rows from a first position on, a number of the program that may be traced."""
 
     start: Any
     count: int
@@ -74,11 +69,7 @@ Rule = Callable[[Equation, int, int], RowRule | None]
 def row_rule(eqn: Equation, result: int, dim: int, chunk: int = 1) -> RowRule | None:
     """Return how rows along a dim of one result are computed; None if there is no way.
 
-    Args:
-        eqn: the operation.
-        result: which result.
-        dim: its dim.
-        chunk: rows are computed in chunks of so many, and a dim may count chunks.
+    Rows are computed in chunks of so many, and a dim may count chunks.
     """
     name = eqn.primitive.name
     if name == "reshape" and chunk > 1 and (found := _rechunked(eqn, dim, chunk)):
@@ -341,10 +332,7 @@ _LOW_TO_LOW = primitives("convert_element_type copy copy_p name stop_gradient")
 def hidden_after(name: str, states: Sequence[str]) -> str:
     """Return what a result is for pairs of positions that are hidden, from what the operands are.
 
-    Args:
-        name: the operation.
-        states: ``zero``, ``low`` (so negative that its exponential vanishes), ``positive``, or
-            nothing.
+    That is ``zero``, ``low`` (so negative that its exponential vanishes), ``positive``, or nothing.
     """
     some, first = set(states), states[0]
     if name in ("mul", "and") and "zero" in some:

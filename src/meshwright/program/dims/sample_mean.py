@@ -37,12 +37,7 @@ _SAME_FACTOR = frozenset({"add", "add_any", "concatenate", "select_n", "sub"})
 
 
 class ProgramPair:
-    """The programs of one loss for two numbers of samples.
-
-    Args:
-        first: the dims of the loss of some samples.
-        second: the dims of the same loss of another number of samples.
-    """
+    """The programs of one loss for two numbers of samples."""
 
     def __init__(self, first: DimClasses, second: DimClasses) -> None:
         self._first, self._second = first, second
@@ -297,9 +292,6 @@ def find_mixing(classes: DimClasses) -> MixedSamplesError | None:
 
     One trace is enough for that. Whether sums are divided by the number of samples is not looked
     at, which takes two (`check_mean`).
-
-    Args:
-        classes: the loss of some samples.
     """
     total, weight = ProgramPair(classes, classes).outputs(2)[:2]
     return total.error or weight.error
@@ -310,11 +302,8 @@ def check_mean(
 ) -> None:
     """Refuse a loss that is neither a mean over samples nor a ratio of sums over them.
 
-    Args:
-        first: the loss of some samples.
-        second: the same loss of another number of samples.
-        metrics: names of its metrics.
-        kept: paths of the leaves whose new values are its last outputs.
+    ``first`` and ``second`` are the same loss of two numbers of samples. Its outputs end with the
+    new values of the leaves at the paths ``kept``.
     """
     names = ["the loss", *(f"metric `{name}`" for name in metrics)]
     outputs = ProgramPair(first, second).outputs(2 * len(names))
@@ -338,9 +327,7 @@ def has_weight(classes: DimClasses) -> bool:
 def mean_problem(first: DimClasses, second: DimClasses) -> MixedSamplesError | None:
     """Return why a loss is no mean over samples; None if it is one, or a ratio of sums over them.
 
-    Args:
-        first: the loss of some samples.
-        second: the same loss of another number of samples.
+    ``first`` and ``second`` are the same loss of two numbers of samples.
     """
     return _ratio_problem(*ProgramPair(first, second).outputs(2)[:2])
 

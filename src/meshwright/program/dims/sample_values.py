@@ -58,16 +58,9 @@ class SampleValue:
 
 @dataclass(frozen=True)
 class EquationPair:
-    """One equation in both programs.
+    """One equation in both programs: what is known about its operands, and the programs it calls.
 
-    Attributes:
-        program: the dims of the first program.
-        number: the number of the equation.
-        first: the equation in the first program.
-        second: the equation in the second program.
-        operands: what is known about the operands.
-        first_calls: the programs that the equation calls in the first program.
-        second_calls: the programs that the equation calls in the second program.
+    ``program`` has the dims of the first program, where it has this number.
     """
 
     program: ProgramDims

@@ -27,7 +27,6 @@ class ProgramDims:
     """The dims of a program's variables, in one call of it.
 
     Attributes:
-        jaxpr: the program that is called.
         path: the module the call belongs to; empty if unknown.
         times: how often the surrounding loops run it.
         calls: by equation number, the programs that the equation calls: condition and

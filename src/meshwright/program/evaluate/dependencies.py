@@ -31,13 +31,7 @@ def variables_read(eqns: Iterable[Equation]) -> list[Var]:
 def needed_equations(
     eqns: Sequence[Equation], wanted: Iterable[Atom], given: Collection[Var] = ()
 ) -> list[Equation]:
-    """Return the equations that some values are computed with, in order.
-
-    Args:
-        eqns: the program.
-        wanted: the values.
-        given: variables whose values are known.
-    """
+    """Return the equations, in order, that compute values from those that are given."""
     known = set(given)
     needed_variables = set(variables(wanted)) - known
     needed: list[Equation] = []

@@ -43,7 +43,6 @@ class Environment:
 
     Attributes:
         evaluator: evaluates nested programs by the same rules.
-        values: by variable.
         prepared: weights cast and gathered for use, by variable. Each nested program and each block
             has another environment, so that a gathered weight is freed after the block that reads
             it.

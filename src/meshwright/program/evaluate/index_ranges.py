@@ -52,11 +52,8 @@ def wrong_indices(
 ) -> list[str]:
     """Say which indices of a batch, with which a program looks something up, are out of range.
 
-    Args:
-        closed: a program whose last inputs are the leaves of a batch.
-        batch: the arrays of the batch.
-        names: their names.
-        negative: also name those below zero, which often mark what a loss masks.
+    The last inputs of the program are the arrays of the batch. With ``negative``, also name those
+    below zero, which often mark what a loss masks.
     """
     lookups: dict[tuple[int, int, str], None] = {}
     inputs: list[_Known | None] = [None] * (len(closed.jaxpr.invars) - len(batch))

@@ -17,7 +17,6 @@ class MeshView:
     """A mesh, outside or inside of a `jax.shard_map`.
 
     Attributes:
-        mesh: the whole mesh.
         manual_axes: the axes of a `jax.shard_map` around the program.
         planned_for: the platform that a program is traced for, if another will run it.
     """
@@ -70,12 +69,7 @@ def run_locally(
 ) -> Any:
     """Run a function on each device's part of the operands, or as it is where none is sharded.
 
-    Args:
-        run: a function of the operands.
-        operands: whole arrays.
-        specs: how each operand is sharded.
-        out: how the results are sharded.
-        mesh: where it runs.
+    ``specs`` say how each operand is sharded, ``out`` how the results are.
     """
     axes = axes_of(specs) - mesh.manual_axes
     if not axes:

@@ -33,14 +33,9 @@ from meshwright.program.jaxpr.names import module_of
 
 @dataclass(frozen=True)
 class ArraySummary:
-    """A summary of an array's values.
+    """A summary of an array's values: how many are NaN or infinite.
 
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        largest: its largest finite magnitude; 0 if it has none.
-        nans: how many elements are NaN.
-        infs: how many elements are infinite.
+    The ``largest`` is the largest finite magnitude, or 0.
     """
 
     shape: tuple[int, ...]
@@ -111,12 +106,8 @@ def find_origins(
 ) -> tuple[list[Origin], list[Origin]]:
     """Evaluate a program; return where results, and where any values stop being finite.
 
-    Args:
-        closed: the program.
-        args: its inputs.
-        names: what each of them is called.
-        forward: for a program of gradients, the places where the loss alone has such values: its
-            other equations belong to the backward pass. None for the loss alone.
+    ``names`` are what its inputs are called. For a program of gradients, ``forward`` are the places
+    where the loss alone has such values: its other equations belong to the backward pass.
     """
     tracker = _Tracker(names, args, forward)
     with jax.disable_jit():

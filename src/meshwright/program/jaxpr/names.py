@@ -36,9 +36,7 @@ def key_of(part: str) -> str:
 def nest(values: Mapping[str, Any], *, escaped: bool = False) -> dict[Any, Any]:
     """Return values by path as nested dicts, as NNX has them: the numbers of lists are integers.
 
-    Args:
-        values: values by path.
-        escaped: whether other keys stay as they are in paths, so that joined they are paths.
+    If ``escaped``, other keys stay as they are in paths, so that joined they are paths.
     """
     root: dict[Any, Any] = {}
     for path, value in values.items():

@@ -31,13 +31,9 @@ def propagate(
     of_constants: Fact,
     rule: Callable[[Equation, list[Fact]], Sequence[Fact]],
 ) -> list[Fact]:
-    """Return what is known about a program's results, given its inputs.
+    """Return what is known about a program's results, given its inputs and constants.
 
-    Args:
-        jaxpr: the program.
-        inputs: what is known about its inputs.
-        of_constants: what is known about constants.
-        rule: from an equation and what is known about its operands to the same for its results.
+    The rule goes from an equation and what is known about its operands to the same for its results.
     """
     known: dict[Var, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
 

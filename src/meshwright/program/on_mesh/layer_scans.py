@@ -30,9 +30,7 @@ from meshwright.program.on_mesh.run_blocks import BlockRunner
 class LayerScans:
     """Gathers the weights of a scan over stacked layers layer by layer, under a remat policy.
 
-    Attributes:
-        remat: what layers save for their backward pass.
-        by_block: whether an iteration of several blocks recomputes them one by one.
+    If ``by_block``, an iteration of several blocks recomputes them one by one.
     """
 
     remat: Remat
@@ -89,7 +87,6 @@ class _Layers(BlockRunner):
     """Runs the blocks of one iteration of a scan.
 
     Attributes:
-        constants: constants of the scan's body.
         stacks: the inputs that are layers of stacked weights.
         shared: the inputs that are half-precision weights of all layers, given in the parameter's
             dtype.

@@ -39,11 +39,7 @@ def find_local_ops(
 ) -> dict[Var, LocalOp]:
     """Return, by first result, the operations that devices run on their own samples.
 
-    Args:
-        classes: the dims of the program's variables.
-        layout: how activations are sharded over the mesh.
-        batch_axes: the mesh axes that samples are sharded over, and their sizes.
-        tensor_size: the size of the tensor axis.
+    ``batch_axes`` are the mesh axes that samples are sharded over, and their sizes.
     """
     found: dict[Var, LocalOp] = {}
     # JAX writes an entry of one axis as the axis itself.
@@ -82,12 +78,7 @@ def _without(spec: PartitionSpec, dims: Sequence[int]) -> PartitionSpec:
 
 @dataclass(frozen=True, eq=False)
 class LocalOps:
-    """Runs operations inside a `jax.shard_map`, each device on its own samples.
-
-    Attributes:
-        mesh: where the program runs.
-        ops: the operations, by their first result.
-    """
+    """Runs operations inside a `jax.shard_map`, each device on its own samples."""
 
     mesh: MeshView
     ops: Mapping[Var, LocalOp]

@@ -25,7 +25,6 @@ class LookupSums:
             that of the whole weight. Without this constraint, the compiler would add the gradient
             to the other one of a tied embedding, which then has to be reduced over the mesh before,
             and the sum once more.
-        mesh: where it runs.
     """
 
     rows: PartitionSpec | None

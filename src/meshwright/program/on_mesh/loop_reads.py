@@ -19,9 +19,7 @@ _READS = frozenset({*ELEMENTWISE, *PRODUCTS, "broadcast_in_dim", "gather"})
 class LoopRead:
     """An operation in a loop that reads weights and treats every sample on its own.
 
-    Attributes:
-        operands: for each operand, the dim that samples are in; None if it has none.
-        result: the dim of its result that they are in.
+    For each operand and its result, the dim that samples are in; None for an operand that has none.
     """
 
     operands: tuple[int | None, ...]
@@ -55,9 +53,7 @@ NO_LOOP_READS = LoopReads({}, {}, frozenset())
 def find_loop_reads(classes: DimClasses, batch_axes: Mapping[str, int]) -> LoopReads:
     """Return the operations in loops that read trained weights.
 
-    Args:
-        classes: the dims of the program's variables, and its events.
-        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+    ``batch_axes`` are the mesh axes that samples are sharded over, and their sizes.
     """
     found, weights = dict[Var, LoopRead](), set[Var]()
     for program in _in_loops(classes.root, inside=False) if batch_axes else ():

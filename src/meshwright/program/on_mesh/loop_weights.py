@@ -39,7 +39,6 @@ class LoopWeights:
     """Gives every device its own copy of the weights that a loop reads.
 
     Attributes:
-        mesh: where the program runs.
         reads: the operations that read weights in loops.
         rows: while a loop is evaluated, the copies of its weights, and of what is computed from
             these alone, by variable of the loop's body. Those of weights in half precision may be

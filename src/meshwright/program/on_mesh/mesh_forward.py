@@ -51,7 +51,6 @@ class ProgramLayouts:
     """What is known of a program's variables on a mesh.
 
     Attributes:
-        activations: layouts of activations.
         local_ops: operations that devices run on their own samples.
         shared_inputs: activations whose gradients several products add up.
         loop_reads: operations that read weights in loops, and treat samples by themselves.
@@ -70,13 +69,7 @@ class ProgramLayouts:
 
 
 class Forward:
-    """The loss as a function of the step's leaves and a batch, on a mesh.
-
-    Args:
-        traced: the traced loss.
-        evaluator: evaluates it on the mesh.
-        remat: what blocks save for their backward pass.
-    """
+    """The traced loss as a function of the step's leaves and a batch, evaluated on a mesh."""
 
     def __init__(self, traced: TracedLoss, evaluator: Evaluator, remat: Remat) -> None:
         self.traced, self._evaluator, self._blocks = traced, evaluator, _Blocks(remat)
@@ -191,10 +184,8 @@ def weight_uses(
 ) -> dict[Var, WeightUse]:
     """Find the variables that are parameters: the leaves and their casts.
 
-    Args:
-        traced: the loss.
-        gathers: by number of the step leaf, the layouts of weights sharded over fsdp.
-        whole: by number of the step leaf, its layout when gathered.
+    By number of the step leaf, ``gathers`` are the layouts of weights sharded over fsdp, and
+    ``whole`` those when gathered.
     """
     jaxpr = traced.closed.jaxpr
     uses = {

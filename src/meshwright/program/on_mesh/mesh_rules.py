@@ -80,13 +80,9 @@ def rearranges_weight(eqn: Equation, env: Environment) -> bool:
 class AddWeights:
     """Adds half-precision weights, repeated before they are rounded.
 
-    Their gradients are then widened before they are summed.
-
-    Attributes:
-        mesh: where the program runs.
-        in_parts: whether gradients are summed in two steps; see `repeat_vector`.
-        rows: whether all dims of a weight are joined: a compiler adds a vector while it multiplies,
-            but writes the bias of heads [H, D] out for every row.
+    Their gradients are then widened before they are summed, ``in_parts`` in two steps: see
+    `repeat_vector`. All dims of a weight are joined if ``rows`` are: a compiler adds a vector while
+    it multiplies, but writes the bias of heads [H, D] out for every row.
     """
 
     mesh: MeshView
@@ -127,9 +123,7 @@ def _join_features(operands: list[Value], shape: tuple[int, ...]) -> tuple[list[
 class GroupedConvolutions:
     """Shards grouped convolutions over every mesh axis; see `grouped_convolutions`.
 
-    Attributes:
-        mesh: where the program runs.
-        local: results of operations that devices run on their own samples instead.
+    The results that are ``local`` are those that devices run on their own samples instead.
     """
 
     mesh: MeshView
@@ -163,10 +157,8 @@ class WeightGradients:
     that they can be added before they are reduced.
 
     Attributes:
-        mesh: where the program runs.
         lookups: whether lookups need a layout for their gradient.
         rows: whether products join all dims of activations but their features.
-        layouts: the layouts of activations.
     """
 
     mesh: MeshView
@@ -252,12 +244,7 @@ def record_prepared(eqn: Equation, results: Sequence[Value], env: Environment) -
 
 @dataclass(frozen=True, eq=False)
 class ExchangePositions:
-    """Exchanges positions for heads, or gathers them, where equations mix positions.
-
-    Attributes:
-        mesh: where the program runs.
-        exchanges: what they exchange, by first result.
-    """
+    """Exchanges positions for heads, or gathers them, where equations mix positions."""
 
     mesh: MeshView
     exchanges: Mapping[Var, Exchange]
@@ -297,14 +284,10 @@ class ExchangePositions:
 
 @dataclass(frozen=True, eq=False)
 class StateScans:
-    """Runs scans along positions whose state is scaled and added to.
+    """Runs scans along positions whose state is scaled and added to, by first result.
 
     Each device goes through its positions twice: from zero, which tells how they scale a state and
     what they add to it, and from the state that the positions before them leave.
-
-    Attributes:
-        mesh: where the program runs.
-        scans: the scans, by first result.
     """
 
     mesh: MeshView
@@ -354,10 +337,7 @@ class StateScans:
 class KernelRule:
     """Evaluates each region at the place of one of its equations, and skips the others.
 
-    Attributes:
-        mesh: where the program runs.
-        kernels: the regions.
-        constraints: layouts of their results.
+    The constraints are layouts of their results.
     """
 
     mesh: MeshView

@@ -13,12 +13,10 @@ from meshwright.program.kernels.joined_attention import ATTENDED
 
 @dataclass(frozen=True)
 class Remat:
-    """What a block saves for its backward pass.
+    """What a block saves for its backward pass: by a JAX checkpoint policy, or None for everything.
 
-    Attributes:
-        policy: JAX checkpoint policy; None saves everything.
-        gather_per_block: whether weights are gathered again for the backward pass.
-        recomputes: whether more than gathered weights is recomputed.
+    With ``gather_per_block``, weights are gathered again for the backward pass; ``recomputes`` says
+    whether more than that is done again.
     """
 
     policy: Callable[..., Any] | None = None

@@ -33,9 +33,7 @@ Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 class BlockRunner(ABC):
     """Evaluates the segments of a program in order, each block under the checkpoint policy.
 
-    Attributes:
-        remat: what a block saves for its backward pass.
-        prevent_cse: whether barriers keep recomputed blocks apart, as in `jax.checkpoint`.
+    With ``prevent_cse``, barriers keep recomputed blocks apart, as in `jax.checkpoint`.
     """
 
     remat: Remat
@@ -93,12 +91,7 @@ class BlockRunner(ABC):
 
 @dataclass(frozen=True)
 class _Pullback:
-    """How a pullback is rebuilt from its leaves.
-
-    Attributes:
-        tree: its structure.
-        weights: for each leaf the number of the weight that it is, or None.
-    """
+    """How a pullback is rebuilt from its leaves, some of which are weights, by number."""
 
     tree: Any
     weights: tuple[int | None, ...]
@@ -118,12 +111,8 @@ def run_ahead(
 ) -> tuple[list[Value], list[Value]]:
     """Return the results of a block that gathers its weights, and these for the block after it.
 
-    Args:
-        run: evaluates the block.
-        policy: what is saved for its backward pass, besides the sharded weights.
-        weights: its sharded weights.
-        others: what else it reads.
-        before: the weights passed on by the block before it.
+    It saves what the policy says, besides its sharded weights. The weights ``before`` are those
+    passed on by the block before it, and ``others`` what else it reads.
     """
     moving = [n for n, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
     saving = jax.checkpoint(run, policy=_but_casts_of(weights, policy), prevent_cse=False)

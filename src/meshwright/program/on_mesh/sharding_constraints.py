@@ -64,14 +64,11 @@ def activation_layouts(
 ) -> LayoutOf:
     """Return what gives the layout of an activation, or None if nothing of it can be sharded.
 
+    Samples are sharded over the ``batch_axes``, of these sizes, and ``tensor_dim`` over the tensor
+    axis.
+
     Rows are sharded over the context axis, also where the batch axes do not divide the samples.
     What relates positions to each other, as scores and masks do, is left to what attention reads.
-
-    Args:
-        classes: the dims of the program's variables.
-        batch_axes: the mesh axes that samples are sharded over, and their sizes.
-        tensor_dim: which dim is sharded over the tensor axis.
-        context: the size of the context axis.
     """
     replicas = math.prod(batch_axes.values())
 
@@ -99,11 +96,9 @@ def activation_layouts(
 
 @dataclass(frozen=True)
 class ModelLayouts:
-    """What became of the sharding constraints in a model's code.
+    """What became of the sharding constraints in a model's code: layouts by variable.
 
-    Attributes:
-        constraints: the layouts of the constrained values, by variable.
-        ignored: a sentence for each kind of constraint that is not followed.
+    For each kind of constraint that is not followed, there is a sentence in ``ignored``.
     """
 
     constraints: Mapping[Var, PartitionSpec]
@@ -115,10 +110,7 @@ def find_model_layouts(
 ) -> ModelLayouts:
     """Return the layouts that constraints in the model ask for, under the names of this mesh.
 
-    Args:
-        classes: the dims of the program's variables.
-        sizes: axis sizes of the mesh.
-        batch_axes: the mesh axes that samples are sharded over.
+    ``sizes`` are those of its axes; samples are sharded over the ``batch_axes``.
     """
     constraints: dict[Var, PartitionSpec] = {}
     ignored: dict[tuple[str, str], dict[str, None]] = {}

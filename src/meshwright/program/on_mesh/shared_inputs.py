@@ -34,10 +34,7 @@ def find_shared_inputs(
 ) -> dict[Var, SharedInput]:
     """Return, by first result of each product, the activation it shares with others.
 
-    Args:
-        classes: the dims of the program's variables, and its events.
-        sharded: the classes that the tensor axis shards.
-        layout: how activations are sharded over the mesh.
+    The tensor axis shards the classes that are ``sharded``.
     """
     shared: dict[Var, SharedInput] = {}
     for program in all_programs(classes.root) if sharded else ():
@@ -72,12 +69,7 @@ def _shared(
 
 @dataclass(frozen=True, eq=False)
 class SharedInputs:
-    """Lets the products that share an input read one copy of it.
-
-    Attributes:
-        mesh: where the program runs.
-        inputs: by first result of each product, what it shares with others.
-    """
+    """Lets the products that share an input, by their first results, read one copy of it."""
 
     mesh: MeshView
     inputs: Mapping[Var, SharedInput]

@@ -24,12 +24,7 @@ PREFIX = "lora."
 
 @dataclass(frozen=True)
 class Split:
-    """How the uses of a weight divide its dims.
-
-    Attributes:
-        inputs: dims that are summed over, or looked up.
-        outputs: dims of the results.
-    """
+    """How the uses of a weight divide its dims: those summed over or looked up, and the others."""
 
     inputs: frozenset[int]
     outputs: frozenset[int]
@@ -44,8 +39,6 @@ class Adapter:
     """What is added to a weight: ``scale`` times the product of its factors ``a`` and ``b``.
 
     Attributes:
-        path: the path of the weight.
-        shape: the shape of the weight.
         split: its inputs and outputs; all other dims are batch dims, which both factors have.
         rank: the size of the last dim of both factors.
         scale: alpha / rank.

@@ -37,9 +37,7 @@ NEEDS_VALUES = (
 def describe_model(source: ModelSource, trainable: Trained = nnx.Param) -> ModelLeaves:
     """Return the structure and leaves of a model, without computing its random weights.
 
-    Args:
-        source: builds the model.
-        trainable: an NNX filter that says which variables are trained, or adapters.
+    An NNX filter, or adapters, says which variables are trained.
     """
     found: list[ModelLeaves] = []
     _trace_shapes(source, lambda model: found.append(split_model(model, trainable)))
@@ -91,11 +89,6 @@ def trace_values(
     """Return the program from the words of a random key to leaf values, and the seed's words.
 
     None for models that can only be built outside of a program.
-
-    Args:
-        source: builds the model.
-        leaves: its structure.
-        seed: the seed of its random streams.
     """
     words = _key_words(seed)
     # Constants are part of the program only if they have to be: the compiler would store them.
@@ -120,14 +113,9 @@ def initial_values(
     only: Sequence[int] | None = None,
     **jit_options: Any,
 ) -> list[Any]:
-    """Return initial leaf values, computed by one compiled program if the model allows it.
+    """Return initial leaf values, or only those with these numbers.
 
-    Args:
-        source: builds the model.
-        leaves: its structure.
-        seed: the seed of its random streams.
-        only: the leaves to compute, by number; all by default.
-        jit_options: passed to `jax.jit`.
+    One compiled program computes them if the model allows it, with these options for `jax.jit`.
     """
     numbers = range(len(leaves.leaves)) if only is None else only
     traced = trace_values(source, leaves, seed)

@@ -56,12 +56,7 @@ class StepLeaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """The step's leaves and what each holds.
-
-    Attributes:
-        leaves: the model's leaves.
-        step_leaves: the leaves the step runs on, parameters and state.
-    """
+    """The model's leaves, and the leaves that the step runs on, parameters and state."""
 
     leaves: tuple[Leaf, ...]
     step_leaves: tuple[StepLeaf, ...]

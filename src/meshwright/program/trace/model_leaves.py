@@ -27,7 +27,6 @@ class Leaf:
 
     Attributes:
         path: canonical path, such as ``blocks.0.mlp.up.kernel``.
-        shape: its dims.
         dtype: its number format; a PRNG key for random streams.
         role: ``param`` if it is trained, ``state`` otherwise.
         variable: name of its NNX variable type, such as Param, BatchStat or RngKey.
@@ -84,8 +83,6 @@ class ModelLeaves:
     """A model's structure and its leaves, in one fixed order.
 
     Attributes:
-        leaves: description of every leaf.
-        classes: the classes of its modules.
         adapters: by number of a leaf, its adapter, whose factors are the last leaves.
         left_out: paths of weights that could have an adapter and have none.
         lora: which adapters the model is to have; None for none.
@@ -150,9 +147,7 @@ class ModelLeaves:
     def values(self, model: Any, key: Any = None) -> list[Any]:
         """Return the leaf values of a model with this structure.
 
-        Args:
-            model: the model.
-            key: draws the initial values of adapters, by default always the same.
+        The key draws the initial values of adapters, by default always the same.
         """
         own = self._own_values(model)
         key = jax.random.key(0) if key is None else key
@@ -181,11 +176,9 @@ class ModelLeaves:
 
 
 def split_model(model: Any, trained: Trained = nnx.Param) -> ModelLeaves:
-    """Describe the leaves of a model, which may be abstract.
+    """Describe the leaves of a model, an NNX module or a dict of them, which may be abstract.
 
-    Args:
-        model: an NNX module, or a dict of them.
-        trained: an NNX filter that says which variables are trained, or adapters.
+    An NNX filter, or adapters, says which variables are trained.
     """
     model = _without_intermediates(model)
     apart = isinstance(trained, Adapted | PathFilter)

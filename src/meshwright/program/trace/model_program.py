@@ -32,7 +32,6 @@ class ModelProgram:
 
     Args:
         function: from a model and a batch to a list of arrays.
-        model_leaves: the model.
         batch_tree: the tree structure of the batch.
         compute_dtype: what weights are cast to; None for no cast.
 

@@ -29,14 +29,12 @@ def normalize(
 ) -> ClosedJaxpr:
     """Return the same program with calls inlined, so that each equation runs in one place only.
 
-    Args:
-        closed: the program.
-        leaves: paths of the model's leaves, which are its first inputs.
-        paths_by_class: the paths of the model's modules of each class, to rename copies of them.
+    The first inputs are the model's leaves, with these paths. The paths of its modules of each
+    class are there to rename copies of them.
 
     A product with a transposed weight (tied embeddings) becomes a product with the weight itself.
-    Its gradient then has the weight's shape, and the partial gradients of several uses can be
-    added before they are reduced over the mesh.
+    Its gradient then has the weight's shape, and the partial gradients of several uses can be added
+    before they are reduced over the mesh.
     """
     run = lambda *args: _Normalizer(leaves, args, paths_by_class or {}).run(closed, args)  # noqa: E731
     return jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars))

@@ -27,9 +27,8 @@ _FREE = "unconstrained"
 class RequestedLayout:
     """What a sharding constraint in the model's code asks for.
 
-    Attributes:
-        dims: for each dim, the axes that shard it; None leaves it to the compiler.
-        other: what is asked for instead, if it is not sharding over named axes.
+    For each dim, the axes that shard it, where None leaves it to the compiler; or what is asked for
+    instead, if it is not sharding over named axes.
     """
 
     dims: tuple[tuple[str, ...] | None, ...]

@@ -45,10 +45,7 @@ def find_originals(
 ) -> dict[str, str]:
     """Return, by provisional path, the path of the module that a copy was made of.
 
-    Args:
-        jaxpr: the program; the programs it calls are not searched.
-        leaves: by input of the program, the path of the leaf.
-        paths_by_class: the paths of the model's modules of each class.
+    The programs that this one calls are not searched. Leaves are paths by input of the program.
     """
     candidates: dict[str, set[str]] = {}
     leaves = dict(leaves)

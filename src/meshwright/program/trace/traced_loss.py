@@ -74,7 +74,6 @@ class TracedLoss:
             outputs are the objective's total and weight, each metric's total and weight, and the
             new values of the `kept` step leaves.
         layout: the leaves the program runs on, and which of the model's leaves they hold.
-        batch: the batch's leaves.
         metric_names: names of the metrics, in the program's order.
         written: numbers of the step's parameter leaves that the model writes to in its call.
         remarks: what the loss did while it was traced that the program does not repeat.

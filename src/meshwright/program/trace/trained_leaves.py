@@ -31,12 +31,7 @@ class PathFilter:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model whose adapters are trained.
-
-    Attributes:
-        also: an NNX filter of the variables that are trained besides.
-        lora: the adapters.
-    """
+    """A model whose adapters are trained, and also the variables of an NNX filter."""
 
     also: Filter
     lora: LoRA

@@ -24,7 +24,6 @@ class View:
 
     Attributes:
         leaf: the number of the weight.
-        shape: the shape of the value.
         dims: what its dims are made of.
         adapter: the adapter of the weight; None while its uses are looked for.
         a: the factor of the inputs: the value's dims that are inputs or batch, then the rank.

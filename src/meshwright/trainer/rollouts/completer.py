@@ -29,7 +29,6 @@ class Completer:
     """Completes prompts and scores the completions, for rollouts, evaluations and `eval`.
 
     Attributes:
-        rewards: the rewards.
         tokenizer: text to tokens and back; None if prompts are tokens.
         files: returns a file of the model's folder: what ends a text, and the chat template.
         eos_tokens: tokens that end a completion; None for those of the model.
@@ -64,14 +63,9 @@ class Completer:
     def complete(
         self, model: Any, columns: Columns, report: Report, *, first: int = 0, **settings: Any
     ) -> list[Row]:
-        """Complete prompts.
+        """Complete prompts, telling the progress; the settings are those of `mw.generate`.
 
-        Args:
-            model: the model.
-            columns: the prompts.
-            report: takes the progress.
-            first: the number of the first prompt, which decides its random bits.
-            settings: further arguments of `mw.generate`.
+        The number of the first prompt decides its random bits.
         """
         prompts = prompts_of(columns)
         stop, stop_tokens = (), self.eos_tokens

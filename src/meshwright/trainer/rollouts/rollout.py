@@ -41,12 +41,10 @@ class Rollouts:
 
     Attributes:
         data: the prompts, and the task.
-        programs: the programs of the step.
         current: returns the state after the last step.
         initial: makes the state that training started from, for the reference.
         seed: decides the samples, with the number of the prompt, of the sample and the position.
         run_dir: the run folder; None writes nothing.
-        run: identifies the run.
         resumed: the folder of the run whose checkpoint is resumed from.
         hf_files: files of the folder that the model is from, by name.
         log_every: steps between two lines of metrics.
@@ -314,10 +312,7 @@ def _timed(seconds: dict[str, float], name: str) -> Generator[None]:
 class RewardEvaluator:
     """Evaluates training states by the rewards of held-out prompts, completed greedily.
 
-    Attributes:
-        rollouts: completes and scores.
-        data: the prompts.
-        limit: the most prompts of an evaluation; None for all.
+    The limit is the most prompts of an evaluation; None for all.
     """
 
     rollouts: Rollouts
