@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -124,8 +124,8 @@ def compiler_options_of(lowered: Any) -> dict[str, Any]:
 
 @contextmanager
 def attention_on(capability: str, cudnn: tuple[int, int]) -> Generator[None]:
-    """Let JAX's cuDNN attention be compiled for a GPU that is not on this machine."""
-    # It asks the GPU that is here what it can do, also while it compiles for another one.
+    """Let JAX's cuDNN attention and Triton be compiled for a GPU that is not on this machine."""
+    # They ask the GPU that is here what it can do, also while they compile for another one.
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
     def number(text: str) -> tuple[int, ...]:
@@ -139,6 +139,15 @@ def attention_on(capability: str, cudnn: tuple[int, int]) -> Generator[None]:
     with ExitStack() as replaced:
         for name, answer in answers.items():
             replaced.enter_context(mock.patch.object(attention, name, answer))
+        # Releases before 0.12 assume a capability of 9.0.
+        with suppress(ImportError):
+            from jax._src.pallas.triton import gpu_info
+
+            digits = int(capability.replace(".", ""))
+            info = gpu_info.GpuInfo(
+                gpu_version=None, arch_name=capability, compute_capability=digits
+            )
+            replaced.enter_context(mock.patch.object(gpu_info, "get_gpu_info", return_value=info))
         yield
 
 

@@ -20,8 +20,10 @@ _ERFCX = (0.24856977, 0.24247186, 0.26398508, 0.0399782, 0.35131808, -0.14632836
 """exp(y²)·erfc(y) as a polynomial in t = 1 / (1 + _SCALE·y), from t¹, within 6e-6 for y ≥ 0."""
 _SLOPE = 1.1283791670955126
 """Of the error function at 0: 2/√π."""
-_SMALL = 0.06
-"""Below it, odd functions are the first two terms of their series: differences lose digits."""
+_LEAST_ERF, _LEAST_TANH = 0.06, 1e-3
+"""Below, these are the first terms of their series: differences lose digits."""
+_STEEP = 9.0
+"""From here on, tanh is 1 in float32."""
 
 
 class HalfFunctions(Numerics):
@@ -51,15 +53,14 @@ def erfc(x: Array) -> Array:
 @jax.custom_jvp
 def erf(x: Array) -> Array:
     """Return the error function, within 1e-4 of itself."""
-    return jnp.where(jnp.abs(x) < _SMALL, _SLOPE * (x - x * x * x / 3), 1 - erfc(x))
+    return jnp.where(jnp.abs(x) < _LEAST_ERF, _SLOPE * (x - x * x * x / 3), 1 - erfc(x))
 
 
 @jax.custom_jvp
 def tanh(x: Array) -> Array:
     """Return the hyperbolic tangent, within 1e-4 of itself."""
-    falling = jnp.exp(-2 * jnp.abs(x))
-    size = (1 - falling) * _inverse(1 + falling)
-    return jnp.where(jnp.abs(x) < _SMALL, x - x * x * x / 3, jnp.where(x < 0, -size, size))
+    falling = jnp.exp(-2 * jnp.maximum(x, -_STEEP))
+    return jnp.where(jnp.abs(x) < _LEAST_TANH, x, (1 - falling) * _inverse(1 + falling))
 
 
 erfc.defjvps(lambda slope, _, x: -_SLOPE * jnp.exp(-x * x) * slope)
