@@ -36,6 +36,16 @@ class Plain(nnx.Module):
         return self.first(x)
 
 
+class Convolutions(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.first = nnx.Conv(1, 4, (3,), rngs=rngs)
+        self.second = nnx.Conv(4, 1, (3,), rngs=rngs)
+        self.head = nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.second(self.first(x[..., None]))[..., 0])
+
+
 def options(mesh, kind=Blocks, width=WIDTH, **settings):
     replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
     sharding = ShardingConfig(blocks=settings.pop("blocks", "unroll"))
@@ -90,6 +100,12 @@ def test_a_device_that_is_alone_has_nothing_to_hide():
 @pytest.mark.parametrize(("mesh", "kind"), [({"tensor": 8}, Blocks), ({"fsdp": 8}, Plain)])
 def test_the_compiler_decides_where_no_block_is_sent(mesh, kind):
     assert options(mesh, kind) == {}
+
+
+def test_what_convolutions_read_is_fenced_in():
+    fence = "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes"
+    assert options({"data": 8}, Convolutions, width=64) == {fence: 16 * MIB}
+    assert fence not in options({"data": 8}, Blocks, width=64)
 
 
 def test_only_options_that_the_compiler_knows_are_passed():
