@@ -65,11 +65,13 @@ def collective_options(traced: TracedLoss, plan: Plan) -> dict[str, Any]:
         return fences
     weights = elements * (_FLOAT_BYTES if plan.precision == "no" else _HALF_BYTES)
     gradients = elements * _FLOAT_BYTES
+    # More is hidden of halves, but products that are put off for them hold what was recomputed.
+    reductions_per_block = 2 if plan.sharding.remat == "none" and not fences else 1
     limits = {
         "all_gather": _limit(weights / _GATHERS_PER_BLOCK),
         # Of these, the compiler counts what a device keeps.
         "reduce_scatter": _limit(gradients) // shards,
-        "all_reduce": _limit(gradients),
+        "all_reduce": _limit(gradients / reductions_per_block),
     }
     sizes = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in limits.items()}
     return sizes | fences
