@@ -36,9 +36,21 @@ class Plain(nnx.Module):
         return self.first(x)
 
 
+class Convolutions(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.first = nnx.Conv(1, 4, (3,), rngs=rngs)
+        self.second = nnx.Conv(4, 1, (3,), rngs=rngs)
+        self.head = nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.second(self.first(x[..., None]))[..., 0])
+
+
 def options(mesh, kind=Blocks, width=WIDTH, **settings):
     replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    sharding = ShardingConfig(blocks=settings.pop("blocks", "unroll"))
+    sharding = ShardingConfig(
+        blocks=settings.pop("blocks", "unroll"), remat=settings.pop("remat", "none")
+    )
     batch = solve_batch(replicas=replicas, global_batch_size=8)
     plan = Plan(mesh=mesh, batch=batch, sharding=sharding, **settings)
     shapes = {"x": np.zeros((8, width), np.float32)}
@@ -58,12 +70,17 @@ def limits(mesh, **settings):
     return [found[f"xla_gpu_{kind}_combine_threshold_bytes"] for kind in kinds]
 
 
-def test_a_block_is_sent_at_once_and_gathered_in_two_parts():
+def test_a_block_is_reduce_scattered_at_once_and_else_sent_in_two_parts():
     assert limits({"fsdp": 8}, precision="bf16") == [
         int(BLOCK * 2 / 2 * 1.2),
         int(BLOCK * 4 * 1.2) // 8,
-        int(BLOCK * 4 * 1.2),
+        int(BLOCK * 4 / 2 * 1.2),
     ]
+
+
+def test_a_block_that_is_recomputed_is_reduced_at_once():
+    saved, recomputed = limits({"data": 8}), limits({"data": 8}, remat="full")
+    assert [b / a for a, b in zip(saved, recomputed, strict=True)] == pytest.approx([1, 1, 2])
 
 
 def test_a_device_holds_less_of_a_block_with_tensor_parallelism():
@@ -90,6 +107,12 @@ def test_a_device_that_is_alone_has_nothing_to_hide():
 @pytest.mark.parametrize(("mesh", "kind"), [({"tensor": 8}, Blocks), ({"fsdp": 8}, Plain)])
 def test_the_compiler_decides_where_no_block_is_sent(mesh, kind):
     assert options(mesh, kind) == {}
+
+
+def test_what_convolutions_read_is_fenced_in():
+    fence = "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes"
+    assert options({"data": 8}, Convolutions, width=64) == {fence: 16 * MIB}
+    assert fence not in options({"data": 8}, Blocks, width=64)
 
 
 def test_only_options_that_the_compiler_knows_are_passed():

@@ -10,6 +10,9 @@ Triton joins a product with what is computed around it, unlike cuBLAS. That pays
 batched products of attention, recurrences and experts that no kernel evaluates, and only costs time
 where all products are large. benchmarks/NOTES.md has the figures.
 
+To hide communication, the scheduler puts off products for the gradients of weights, and what they
+read stays in memory. That of convolutions is large, so a fence keeps the scheduler from it.
+
 The compiler chooses among algorithms by running them on the device, which takes time from whatever
 runs there. An evaluation is compiled while steps run, and without that choice unless it has
 convolutions.
@@ -39,6 +42,11 @@ _CARRIED_OVER: dict[str, Any] = {
     for name, value in (("pipeline", "COLLECTIVE_PIPELINING_MODE_ON"), ("enable_pipelined", True))
 }
 
+_FENCED: dict[str, Any] = {
+    "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes": 16 * 2**20
+}
+"""What convolutions read is not kept to compute their gradients while devices communicate."""
+
 _ALONE: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": False}
 
 
@@ -51,18 +59,22 @@ def collective_options(traced: TracedLoss, plan: Plan) -> dict[str, Any]:
         return {}
     if any(step.stacked for step in traced.layout.step_leaves):
         return _CARRIED_OVER
+    fences = _FENCED if _mostly_convolves(traced.closed.jaxpr) else {}
     elements = _largest_block(traced) / plan.size("tensor")
     if not elements:
-        return {}
+        return fences
     weights = elements * (_FLOAT_BYTES if plan.precision == "no" else _HALF_BYTES)
     gradients = elements * _FLOAT_BYTES
+    # More is hidden of halves, but products that are put off for them hold what was recomputed.
+    reductions_per_block = 2 if plan.sharding.remat == "none" and not fences else 1
     limits = {
         "all_gather": _limit(weights / _GATHERS_PER_BLOCK),
         # Of these, the compiler counts what a device keeps.
         "reduce_scatter": _limit(gradients) // shards,
-        "all_reduce": _limit(gradients),
+        "all_reduce": _limit(gradients / reductions_per_block),
     }
-    return {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in limits.items()}
+    sizes = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in limits.items()}
+    return sizes | fences
 
 
 def _limit(nbytes: float) -> int:
@@ -110,6 +122,14 @@ def evaluation_options(jaxpr: Jaxpr) -> dict[str, Any]:
     Triton has none, and its first tiles may be slow ones. Convolutions are measured: the first
     algorithm for one may take many times as long as the best.
     """
-    if any(eqn.primitive.name == "conv_general_dilated" for eqn, _ in all_equations(jaxpr)):
+    if _count(jaxpr, "conv_general_dilated"):
         return {}
     return {"xla_gpu_autotune_level": 0, **_BY_CUBLAS}
+
+
+def _mostly_convolves(jaxpr: Jaxpr) -> bool:
+    return _count(jaxpr, "conv_general_dilated") > _count(jaxpr, "dot_general")
+
+
+def _count(jaxpr: Jaxpr, primitive: str) -> int:
+    return sum(eqn.primitive.name == primitive for eqn, _ in all_equations(jaxpr))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,13 +30,13 @@ def plain(weights, x, stopped):
     return (x**2).sum()
 
 
-def ahead(weights, x, stopped, policy):
+def ahead(weights, x, stopped, policy, in_turn=True):
     before = []
     for number, own in enumerate(weights):
         others = [x, jnp.int32(number), jax.random.key(number)]
-        results, before = run_ahead(block, policy, own, others, before)
+        results, before = run_ahead(block, policy, own, others, before, in_turn=in_turn)
         if number == len(weights) - 1:
-            results = after_last(results, before)
+            results = after_last(results, before[0])
         (y,) = results
         x = x + (jax.lax.stop_gradient(y) if number in stopped else y)
     return (x**2).sum()
@@ -49,22 +51,28 @@ def inputs():
     return weights, jnp.asarray(drawn.normal(size=(3, 6)))
 
 
+@pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize("stopped", [(), (1, 3)])
-def test_gradients_are_those_of_plain_blocks(kind, stopped):
+def test_gradients_are_those_of_plain_blocks(kind, stopped, in_turn):
     with jax.enable_x64(True):
         weights, x = inputs()
         found = jax.jit(
-            jax.grad(lambda w, x: ahead(w, x, stopped, POLICIES[kind]), argnums=(0, 1))
+            jax.grad(lambda w, x: ahead(w, x, stopped, POLICIES[kind], in_turn), argnums=(0, 1))
         )(weights, x)
         expected = jax.grad(lambda w, x: plain(w, x, stopped), argnums=(0, 1))(weights, x)
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_weights_wait_for_the_gradient_of_the_block_after_them():
+def backward_pass(*, in_turn):
     weights, x = inputs()
-    jaxpr = jax.make_jaxpr(jax.grad(lambda w: ahead(w, x, (), POLICIES["none"])))(weights).jaxpr
+    loss = partial(ahead, x=x, stopped=(), policy=POLICIES["none"], in_turn=in_turn)
+    return jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
+
+
+def test_weights_wait_for_the_gradient_of_the_block_after_them():
+    jaxpr = backward_pass(in_turn=False)
     kernels = jaxpr.invars[::2]
     # The last weights are released by the last block's results, the others by a gradient.
     barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
@@ -78,3 +86,14 @@ def test_weights_wait_for_the_gradient_of_the_block_after_them():
         readers = [n for n, other in enumerate(jaxpr.eqns) if held in other.invars]
         following = jaxpr.eqns.index(barriers[barriers.index(eqn) + 1])
         assert position < following < min(readers)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_weights_wait_for_the_gradients_of_the_third_block_after_them(in_turn):
+    jaxpr = backward_pass(in_turn=in_turn)
+    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    selects = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "select_n"]
+    conditions = [made_by[eqn.invars[0]] for eqn in selects]
+    gradients = [made_by[condition.invars[0]].invars[0] for condition in conditions]
+    # Of four blocks, only the first has a third one after it.
+    assert gradients == (jaxpr.outvars[-2:] if in_turn else [])

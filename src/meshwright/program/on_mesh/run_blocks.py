@@ -5,6 +5,12 @@ memory together. Nor should it gather a block's weights only when the gradient r
 devices would wait for them. So the gather starts when the gradient reaches the block *after* it.
 In the program this order is a data dependency: a block passes its sharded weights to the next one,
 whose backward pass returns them tied to its incoming gradient.
+
+Gathers go before reductions where both could start, so the gradients of almost all blocks would
+wait to be reduced, each of them whole. Where all activations are recomputed, none are saved whose
+memory these gradients could take. There, the weights that a block's backward pass returns are also
+tied to the reduced gradients of the block two after it, unless they are reduced over the data axis
+as well.
 """
 
 from abc import ABC, abstractmethod
@@ -25,6 +31,12 @@ from meshwright.program.evaluate.weight_uses import Weights
 from meshwright.program.jaxpr.equations import Value, Var
 from meshwright.program.on_mesh.remat import Remat
 
+_PassedOn = Sequence[Sequence[Value]]
+"""A block's sharded weights, up to three times; nothing before the first block.
+
+What the backward pass returns for them is: the weights themselves, once they may be gathered; the
+reduced gradients of the block after this one; and those of the block after that one.
+"""
 Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """Evaluates a block: from sharded weights and other values to its results."""
 
@@ -54,7 +66,7 @@ class BlockRunner(ABC):
     def run(self, segments: Sequence[Segment], env: Environment) -> None:
         """Evaluate segments, adding their results to the environment."""
         last = next((s for s in reversed(segments) if isinstance(s, BlockSegment)), None)
-        passed_on: list[Value] = []
+        passed_on: _PassedOn = ()
         for segment in segments:
             if not isinstance(segment, BlockSegment):
                 env.evaluator.equations(segment.eqns, env)
@@ -68,13 +80,21 @@ class BlockRunner(ABC):
             if self.remat.policy is None:
                 results = run(*values)
             elif gathered:
-                results, passed_on = run_ahead(run, self.remat.policy, *values, passed_on)
-                results = after_last(results, passed_on) if segment is last else results
+                in_turn = self._in_turn(env.evaluator.weights)
+                results, passed_on = run_ahead(
+                    run, self.remat.policy, *values, passed_on, in_turn=in_turn
+                )
+                results = after_last(results, passed_on[0]) if segment is last else results
             else:
                 kept_apart = self.prevent_cse
                 saving = jax.checkpoint(run, policy=self.remat.policy, prevent_cse=kept_apart)
                 results = saving(*values)
             env.values.update(zip(segment.results, results, strict=True))
+
+    def _in_turn(self, weights: Weights) -> bool:
+        """Whether weights are gathered only when gradients of later blocks have been reduced."""
+        copies = 1 if weights.mesh is None else weights.mesh.auto_axes.get("data", 1)
+        return self.remat.policy is jax.checkpoint_policies.nothing_saveable and copies == 1
 
     def _evaluate(
         self,
@@ -107,20 +127,24 @@ def run_ahead(
     policy: Callable[..., Any],
     weights: Sequence[Value],
     others: Sequence[Value],
-    before: Sequence[Value],
-) -> tuple[list[Value], list[Value]]:
+    before: _PassedOn,
+    *,
+    in_turn: bool,
+) -> tuple[list[Value], _PassedOn]:
     """Return the results of a block that gathers its weights, and these for the block after it.
 
-    It saves what the policy says, besides its sharded weights. The weights ``before`` are those
-    passed on by the block before it, and ``others`` what else it reads.
+    It saves what the policy says, besides its sharded weights. What the block ``before`` passed on
+    are weights too, and ``others`` what else it reads. If ``in_turn``, weights wait until the
+    gradients of later blocks have been reduced.
     """
+    copies = 3 if in_turn else 1
     moving = [n for n, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
     saving = jax.checkpoint(run, policy=_but_casts_of(weights, policy), prevent_cse=False)
 
     @jax.custom_vjp
     def block(weights: Any, others: Any, before: Any) -> Any:
         del before
-        return run(weights, others), weights
+        return run(weights, others), [weights] * copies
 
     def forward(weights: Any, others: Any, before: Any) -> Any:
         weights, others, before = jax.tree.map(
@@ -135,11 +159,12 @@ def run_ahead(
         leaves, tree = jax.tree.flatten(pullback)
         numbers = tuple(next((n for n, w in enumerate(weights) if w is x), None) for x in leaves)
         rest = [x for x, n in zip(leaves, numbers, strict=True) if n is None]
-        return (results, weights), (Partial(_Pullback(tree, numbers)), weights, rest, before)
+        saved = Partial(_Pullback(tree, numbers)), weights, rest, before[0] if before else []
+        return (results, [weights] * copies), saved
 
     def backward(saved: Any, cotangents: Any) -> Any:
         pullback, weights, rest, before = saved
-        of_results, returned = cotangents
+        of_results, (returned, *of_later) = cotangents
         zero = [isinstance(c, SymbolicZero) for c in of_results]
         pairs = zip(of_results, zero, strict=True)
         of_results = [jnp.zeros(c.shape, c.dtype) if is_zero else c for c, is_zero in pairs]
@@ -151,10 +176,37 @@ def run_ahead(
             of_results, returned = lax.optimization_barrier((of_results, weights))
         of_weights, of_moving = pullback(returned, rest, of_results)
         given = dict(zip(moving, of_moving, strict=True))
-        return of_weights, [given.get(n) for n in range(len(others))], before
+        passed_on = [before]
+        if in_turn:
+            of_next, of_second = (_like(before, gradients) for gradients in of_later)
+            ready = [_after(w, g) for w, g in zip(before, of_second, strict=True)]
+            passed_on = [ready, _like(before, of_weights), of_next]
+        return of_weights, [given.get(n) for n in range(len(others))], passed_on if before else []
 
     block.defvjp(forward, backward, symbolic_zeros=True)
     return block(list(weights), list(others), list(before))
+
+
+def _like(weights: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Return the gradients of the same weights of another block, None where it has none."""
+    if len(weights) != len(gradients):
+        return [None] * len(weights)
+    pairs = zip(weights, gradients, strict=True)
+    same = [(w.shape, w.dtype) == (g.shape, g.dtype) for w, g in pairs]
+    known = [not isinstance(g, SymbolicZero) for g in gradients]
+    return [g if a and b else None for g, a, b in zip(gradients, same, known, strict=True)]
+
+
+def _after(weight: Any, gradient: Any) -> Any:
+    """Return a weight that is not known before a gradient is, if there is one.
+
+    The compiler for GPUs drops barriers before it schedules, but it does not see that the condition
+    is never true.
+    """
+    if gradient is None:
+        return weight
+    never = (gradient != gradient) & (gradient == 0)
+    return lax.select(never, jnp.zeros_like(weight), weight)
 
 
 def _but_casts_of(weights: Sequence[Value], policy: Callable[..., Any]) -> Callable[..., Any]:
