@@ -545,14 +545,17 @@ def gpu_memory(record: dict[str, Any]) -> list[str]:
         [row["case"]]
         + [f"{row[name] / 2**30:.2f} GiB" for name in ("total_bytes", "predicted_total_bytes")]
         + [f"{row[name]:+.1%}" for name in ("error", "rest_error")]
-        + (
-            [f"{row['peak_bytes'] / 2**30:.2f} GiB", f"{row['peak_error']:+.1%}"]
-            if measured
-            else []
-        )
+        + (_peak(row) if measured else [])
         for row in record["rows"]
     ]
     return table(heads, rows)
+
+
+def _peak(row: dict[str, Any]) -> list[str]:
+    """Return the peak of a program and its error, if it ran."""
+    if "peak_bytes" not in row:
+        return ["not run", ""]
+    return [f"{row['peak_bytes'] / 2**30:.2f} GiB", f"{row['peak_error']:+.1%}"]
 
 
 def gpu_unseen(record: dict[str, Any]) -> list[str]:

@@ -109,7 +109,7 @@ class Case:
 
 def gpt2(
     name: str, blocks: int, width: int, heads: int, *, rows: int, length: int = 1024,
-    dropout: float = 0.0,
+    dropout: float = 0.0, asked: float = 1.15,
 ) -> Case:  # fmt: skip
     """Return GPT-2 of some size, with a vocabulary that is a multiple of 128."""
     sizes = {"vocab_size": 50304, "n_positions": length, "n_layer": blocks, "n_embd": width}
@@ -117,7 +117,7 @@ def gpt2(
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop"), dropout) | {"attn_pdrop": 0.0}
     own = (f"model={name}", "model.vocab_size=50304", f"model.dropout={dropout}")
     peer = ("GPT2Config", sizes | {"n_head": heads, "use_cache": False} | rates)
-    return Case(rows, Rows(length, 50304), own, peer, blocks * width)
+    return Case(rows, Rows(length, 50304), own, peer, blocks * width, asked=asked)
 
 
 def own(name: str, loss: str, blocks: int, width: int, heads: int, *, rows: int, length: int = 1024
@@ -182,13 +182,14 @@ CASES = {
     "gpt2_nano": gpt2("gpt2_nano", 2, 64, 4, rows=4, length=64),
     "gpt2": gpt2("gpt2", 12, 768, 12, rows=32),
     "gpt2_dropout": gpt2("gpt2", 12, 768, 12, rows=32, dropout=0.1),
-    "gpt2_medium": gpt2("gpt2_medium", 24, 1024, 16, rows=16),
+    "gpt2_medium": gpt2("gpt2_medium", 24, 1024, 16, rows=16, asked=1.25),
     "gemma3_1b": Case(
         4, Rows(2048, 262144), ("model=gemma3_1b",), ("Gemma3TextConfig", GEMMA_1B), 26 * 1024,
-        asked=1.25,
+        asked=1.35,
     ),
     "llama3_1b": Case(
-        4, Rows(2048, 128256), ("model=llama3_1b",), ("LlamaConfig", LLAMA_1B), 16 * 2048
+        4, Rows(2048, 128256), ("model=llama3_1b",), ("LlamaConfig", LLAMA_1B), 16 * 2048,
+        asked=1.4,
     ),
     "gemma3_nano": Case(4, Rows(64, 1024), ("model=gemma3_tiny",), None, 4 * 256),
     "gemma3_4b": Case(4, Rows(2048, 262208), ("model=gemma3_4b",), None, 34 * 2048),
@@ -200,7 +201,7 @@ CASES = {
     ),
     "vit_b": Case(
         256, Images(224, 3, 1000), ("model=vit_b",), ("ViTConfig", {"num_labels": 1000}),
-        flops=vit_flops(12, 768, 197, 768), asked=1.0,
+        flops=vit_flops(12, 768, 197, 768), asked=1.3,
     ),
     "resnet_nano": Case(
         8, Images(32, 3, 10),
@@ -209,7 +210,7 @@ CASES = {
     ),
     "resnet50": Case(
         256, Images(224, 3, 1000), ("model=resnet50",), ("ResNetConfig", {"num_labels": 1000}),
-        flops=RESNET_FLOPS, asked=1.0,
+        flops=RESNET_FLOPS, asked=1.15,
     ),
     "user_mha_nano": own("Mha", "optax_loss", 2, 64, 4, rows=4, length=64),
     "user_hand_nano": own("Hand", "hand_loss", 2, 64, 4, rows=4, length=64),

@@ -184,6 +184,7 @@ def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
         # gradients of query, key and value before it reduces them.
         # Nor can rows whose samples and positions are both sharded be joined without sending them.
         rows=plan.size(TENSOR) == plan.size(CONTEXT) == 1,
+        sparing=plan.sharding.remat != "none",
     )
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright.pipeline.execute.least_saved import CHEAP, least_saved
+from meshwright.pipeline.execute.least_saved import BARRIER, CHEAP, least_saved
 from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
 from meshwright.program.evaluate.dependencies import variables
 
@@ -21,6 +21,9 @@ def follows(eqns, saved, wanted):
     """Whether the wanted variables can be computed from saved ones by cheap equations."""
     known = set(saved)
     for eqn in eqns:
+        if eqn.primitive.name == BARRIER:
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            known.update(result for operand, result in pairs if operand in known)
         if eqn.primitive.name in CHEAP and known.issuperset(variables(eqn.invars)):
             known.update(eqn.outvars)
     return known.issuperset(wanted)
@@ -49,7 +52,13 @@ def reduced(x, kernel):
     return centered, centered * jax.lax.rsqrt((centered**2).mean(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("function", [chain, joined, reduced])
+def apart(x, kernel):
+    """A barrier between several values ties none of them to what is made of another."""
+    y, scale = jax.lax.optimization_barrier((x @ kernel, kernel[0]))
+    return y, jnp.exp(y) * jnp.cumsum(scale)
+
+
+@pytest.mark.parametrize("function", [chain, joined, reduced, apart])
 def test_no_smaller_set_of_values_is_enough(function):
     x, kernel = jnp.ones((ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH))
     jaxpr = jax.make_jaxpr(function)(x, kernel).jaxpr
@@ -95,6 +104,30 @@ def test_a_block_keeps_its_products_and_little_else():
     )
     residuals = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[:1] == (batch,)]
     assert 2 * size_of_shapes(program.saved_shapes) < size_of_shapes(residuals)
+
+
+@jax.custom_jvp
+def squashed(x):
+    """A function that has its own derivative."""
+    return jnp.tanh(x)
+
+
+squashed.defjvps(lambda slope, value, _: slope * (1 - value**2))
+
+
+def test_a_function_with_its_own_derivative_is_recomputed():
+    def layer(weights, fixed, x, others):
+        hidden = x @ weights[0]
+        # Evaluated in a pass of its own, as kernels are.
+        return jax.checkpoint(lambda h: squashed(h) * 2)(hidden) @ weights[1], ()
+
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    weights = [
+        jax.ShapeDtypeStruct((32, 128), jnp.float32),
+        jax.ShapeDtypeStruct((128, 32), jnp.float32),
+    ]
+    program = StageVJP(layer, HeldValues(weights), x, ())
+    assert size_of_shapes(program.saved_shapes) <= 4 * 64 * (32 + 128)
 
 
 def size_of_shapes(shapes):

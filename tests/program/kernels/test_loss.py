@@ -103,12 +103,21 @@ PARTS = [
 ]
 
 
+def test_wide_rows_are_divided_into_fewer_parts():
+    """Each part reads and writes the sums of the weight's gradients."""
+    assert chunked_loss.most_rows(50_304, 768) == 8192
+    assert chunked_loss.most_rows(262_144, 1152) == 4096
+    assert chunked_loss.most_rows(262_144, 0) == 2048
+    assert chunked_loss.most_rows(128_256, 8192) == 8192
+
+
 @pytest.mark.parametrize(("samples", "length", "rows", "division"), PARTS)
 def test_parts_of_the_rows_equal_all_at_once(monkeypatch, samples, length, rows, division):
     """Along either dim, unrolled and in a loop."""
     for name in ("ENTRIES", "MOST_ENTRIES"):
         monkeypatch.setattr(chunked_loss, name, rows * CLASSES)
     monkeypatch.setattr(chunked_loss, "FEWEST_ROWS", 1)
-    assert chunked_loss.division((samples, length, 1), CLASSES) == division
+    most = chunked_loss.most_rows(CLASSES, 1)
+    assert chunked_loss.division((samples, length), most) == division
     batch = make_batch(samples, length)
     assert_equal(*both(build(["token_weights", "per_sample"]), loss, batch))

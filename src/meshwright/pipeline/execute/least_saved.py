@@ -69,12 +69,15 @@ def least_saved(
     for variable in inputs:
         graph.connect(graph.source, add(variable))
     for eqn in eqns:
-        reads = [ends[v][1] for v in variables(eqn.invars) if v in ends]
-        for result in eqn.outvars if reads else ():
-            if result in ends:
+        # Each result of a barrier is one of its operands.
+        barrier, cheap = eqn.primitive.name == BARRIER, eqn.primitive.name in CHEAP
+        for number, result in enumerate(eqn.outvars):
+            atoms = eqn.invars[number : number + 1] if barrier else eqn.invars
+            reads = [ends[v][1] for v in variables(atoms) if v in ends]
+            if not reads or result in ends:
                 continue
             enters = add(result)
-            for leaves in reads if eqn.primitive.name in CHEAP else [graph.source]:
+            for leaves in reads if cheap or barrier else [graph.source]:
                 graph.connect(leaves, enters)
     for variable in variables(wanted):
         if variable in ends:

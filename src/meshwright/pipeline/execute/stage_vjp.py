@@ -19,6 +19,7 @@ from meshwright.program.jaxpr.equations import (
     Var,
     aval_of,
     bind,
+    called_jaxpr,
     structs_of,
 )
 from meshwright.trees import PyTree, TreeDef
@@ -196,7 +197,14 @@ def _trace_forward(
         return [*results, *residuals]
 
     closed = jax.make_jaxpr(run)(weights, fixed, x, others)
-    return inlined(closed), *trees[-1]
+    return inlined(closed, [_enter_differentiated]), *trees[-1]
+
+
+def _enter_differentiated(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Inline a function whose derivative has been taken already, so that it counts as cheap."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return None
+    return env.run(called_jaxpr(eqn), env.operands(eqn))
 
 
 _CAST = "convert_element_type"

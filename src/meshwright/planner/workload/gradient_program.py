@@ -17,7 +17,7 @@ from meshwright.planner.workload.work_table import WorkTable
 from meshwright.program.dims.classes import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import aval_of
-from meshwright.program.kernels.chunked_loss import LossKernel, most_rows
+from meshwright.program.kernels.chunked_loss import LossKernel
 from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.traced_loss import TracedLoss
@@ -82,7 +82,11 @@ def trace_gradients(
 ) -> TracedGradients:
     """Trace the gradients of a loss of `SAMPLES` samples, on a mesh of one device."""
     search = KernelSearch(
-        variant.kernels, platform=variant.platform, rows=variant.rows, planned=True
+        variant.kernels,
+        platform=variant.platform,
+        rows=variant.rows,
+        planned=True,
+        sparing=variant.remat != "none",
     )
     decision = decide(traced, {}, ShardingConfig(), search=search, classes=classes)
     remat = choose_remat(variant.remat, keep_gathered=not variant.gathers)
@@ -147,7 +151,7 @@ def _loss_parts(regions: Any, classes: DimClasses) -> LossParts:
             for dim in leaf.dims
             if len(dim) == 1 and dim[0].size == shape[-1]
         }
-        limits |= dict.fromkeys(ids, most_rows(shape[-1], aval_of(match.hidden).shape[-1]))
+        limits |= dict.fromkeys(ids, region.kernel.most_rows)
         rows = max(rows, math.prod(shape[:-1]) / SAMPLES)
         sums += 4 * math.prod(aval_of(match.kernel).shape)
     return LossParts(limits, rows, sums)

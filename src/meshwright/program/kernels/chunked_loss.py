@@ -22,10 +22,10 @@ from meshwright.program.kernels.match_loss import LossMatch
 from meshwright.program.kernels.regions import Region
 
 ENTRIES = 2**29
-"""Logits held at a time, at most, where few rows suffice."""
+"""Logits held at a time, at most, where few rows suffice, or where memory is scarce."""
 
 MOST_ENTRIES = 2**30
-"""Logits held at a time, at most."""
+"""Logits held at a time, at most, to go through the sums of gradients less often."""
 
 ROWS_OF_WIDTH = 4
 """Rows that suffice, for each entry of a row: every part reads and writes the gradients' sums."""
@@ -51,6 +51,7 @@ class LossKernel:
         fused: whether gradients are computed together with the loss.
         layout: how the rows are sharded over the mesh; None if they are not.
         in_parts: whether rows are split into parts at all; a plan works the parts out itself.
+        sparing: whether parts hold less than would be fastest.
     """
 
     match: LossMatch
@@ -59,6 +60,13 @@ class LossKernel:
     fused: bool
     layout: PartitionSpec | None
     in_parts: bool = True
+    sparing: bool = False
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a part, at most."""
+        width = 0 if self.sparing else aval_of(self.match.hidden).shape[-1]
+        return most_rows(aval_of(self.match.product.outvars[0]).shape[-1], width)
 
     @property
     def name(self) -> str:
@@ -247,7 +255,7 @@ class _Work:
         match = self.match
         hidden, weight, *others = operands
         num_whole = len(match.whole)
-        dim, count = division(hidden.shape, aval_of(match.product.outvars[0]).shape[-1])
+        dim, count = division(hidden.shape[:-1], self.kernel.most_rows)
         if count == 1 or not self.kernel.in_parts:
             outputs, gradients = part(hidden, weight, others, cotangents)
             return list(outputs), list(gradients)
@@ -314,10 +322,8 @@ def most_rows(classes: int, width: int) -> int:
     return max(FEWEST_ROWS, min(MOST_ROWS, 2 ** int(math.log2(wanted))))
 
 
-def division(shape: Sequence[int], classes: int) -> tuple[int, int]:
-    """Return which dim of rows [*rows, width] is split, and into how many parts."""
-    *rows, width = shape
-    most = most_rows(classes, width)
+def division(rows: Sequence[int], most: int) -> tuple[int, int]:
+    """Return which dim of the rows is split, and into how many parts of so many rows at most."""
     needed = -(-math.prod(rows) // most)
     best = (0, 1)
     for dim, size in enumerate(rows):

@@ -79,12 +79,14 @@ class KernelSearch:
         platform: the platform it runs on.
         rows: whether products may join all dims of activations but their features.
         planned: whether the program is only traced, for a plan on devices that are not present.
+        sparing: whether memory is scarcer than time, as where activations are recomputed.
     """
 
     choice: KernelChoice
     platform: str
     rows: bool = True
     planned: bool = False
+    sparing: bool = False
 
 
 def unsharded(program: ProgramDims, variable: Var) -> None:
@@ -229,7 +231,15 @@ class _Finder:
             inputs,
             match.outputs,
             graph.place(match.eqns, inputs, match.outputs),
-            LossKernel(match, trained, graded, fused, layout, not self.kernels.planned),
+            LossKernel(
+                match,
+                trained,
+                graded,
+                fused,
+                layout,
+                not self.kernels.planned,
+                self.kernels.sparing,
+            ),
         )
 
 

@@ -152,7 +152,8 @@ def mesh_evaluator(
     """
     kernels = layouts.kernels
     shardings = {v: mesh.sharding(spec) for v, spec in layouts.activations.items()}
-    narrow = HalfFunctions() if mesh.platform == "gpu" else None
+    # With kernels=none, programs are evaluated as they are written.
+    on_gpu = kernels.sums_in_parts and mesh.platform == "gpu" and mesh.planned_for is None
     rules = [
         *first,
         KernelRule(mesh, kernels, shardings),
@@ -171,7 +172,7 @@ def mesh_evaluator(
     ]
     return Evaluator(
         [*rules, *WIDE_RULES] if wide else rules,
-        numerics=Float64() if wide else narrow,
+        numerics=Float64() if wide else HalfFunctions() if on_gpu else None,
         weights=Weights(
             uses, layouts.weights, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),
