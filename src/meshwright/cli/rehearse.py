@@ -42,6 +42,7 @@ from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.activity import activity
 from meshwright.runtime.jax_internals import attention_on
 from meshwright.text.columns import Indented
+from meshwright.text.units import human_bytes
 from meshwright.trees import resize_batch
 
 ON = "--on"
@@ -73,6 +74,7 @@ def run(request: Request) -> int:
     figures = make_figures(rehearsal, hardware, estimate)
     remarks = other_model(request.config.plan, assembled.model_leaves.num_parameters)
     report = _report(rehearsal, hardware, figures, [*remarks, *assembled.remarks])
+    report["memory"] |= _besides(estimate)
     lines = _room(rehearsal, estimate, share) if hardware is not None else []
     request.output.result(report, _picture(rehearsal, lines, figures, report))
     return ExitCode.DONE
@@ -226,9 +228,20 @@ def _picture(
 
 def _room(rehearsal: Rehearsal, estimate: Estimate, share: float) -> list[str]:
     """Say whether the program fits on the hardware, by the limit that plans have."""
-    needs, capacity = rehearsal.memory.total, estimate.capacity
+    besides = {name: size for name, size in _besides(estimate).items() if size}
+    needs, capacity = rehearsal.memory.total + sum(besides.values()), estimate.capacity
     verdict = "fits on" if needs <= share * capacity else "does not fit on"
-    return [f"It {verdict} {estimate.hardware.chip.name}: {room(needs, capacity, share)}."]
+    lines = [f"It {verdict} {estimate.hardware.chip.name}: {room(needs, capacity, share)}."]
+    if besides:
+        parts = (f"{n.removesuffix('_bytes')} {human_bytes(s)}" for n, s in besides.items())
+        lines.append(f"With what runs beside the step, as predicted: {', '.join(parts)}.")
+    return lines
+
+
+def _besides(estimate: Estimate) -> dict[str, int]:
+    """Return what learning from rewards needs that is not part of the compiled step."""
+    memory = estimate.memory
+    return {"reference_bytes": memory.reference, "rollout_bytes": memory.rollout}
 
 
 def _overlap(rehearsal: Rehearsal) -> list[str]:
