@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -142,7 +141,8 @@ def attention_on(capability: str, cudnn: tuple[int, int]) -> Generator[None]:
             replaced.enter_context(mock.patch.object(attention, name, answer))
         # Releases before 0.12 assume a capability of 9.0.
         with suppress(ImportError):
-            gpu_info = import_module("jax._src.pallas.triton.gpu_info")
+            from jax._src.pallas.triton import gpu_info  # pyright: ignore[reportAttributeAccessIssue]
+
             digits = int(capability.replace(".", ""))
             info = gpu_info.GpuInfo(
                 gpu_version=None, arch_name=capability, compute_capability=digits
