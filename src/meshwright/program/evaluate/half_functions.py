@@ -1,8 +1,8 @@
 """Functions of half-precision numbers in few instructions.
 
 Compilers for GPUs compute an error function or a hyperbolic tangent to the last bit of float32,
-which takes longer than reading and writing the numbers of a gelu. A half-precision result needs 11
-bits; these have 17.
+which takes longer than reading and writing the numbers of a gelu. A half-precision result has 8 or
+11 bits; these have 13 or more.
 """
 
 from collections.abc import Callable, Sequence
