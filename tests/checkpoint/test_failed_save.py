@@ -52,7 +52,8 @@ except EnvironmentProblem as error:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("Gone", "Not a directory"),
+        # For a moment there is neither the folder nor the file in its place.
+        ("Gone", "Not a directory|No such file or directory"),
         pytest.param("Full", "File too large", marks=pytest.mark.full),
     ],
 )
@@ -70,7 +71,7 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
     what, why, fix = done.stdout.splitlines()
     # The callback is called while step 4 is being written.
     assert re.fullmatch("the state after [46] steps could not be saved", what)
-    assert reason in why
+    assert re.search(reason, why)
     # Parameters and two moments of Adam: 3 × (64 + 1) × 1024 × 4 bytes, and the counters.
     assert "a checkpoint takes up to 798.7 kB, and " in why
     assert "are free in" in why
