@@ -85,6 +85,7 @@ class Case:
         attention: the attention's size in FLOPs: blocks times width.
         flops: FLOPs of a sample; 0 to count them as those of a decoder.
         asked: how many times the peer's speed is asked for.
+        peer_attention: the peer's implementation of attention.
     """
 
     rows: int
@@ -94,6 +95,7 @@ class Case:
     attention: int = 0
     flops: float = 0.0
     asked: float = 1.15
+    peer_attention: str = "sdpa"
 
     def batch(self) -> str:
         """Return the size of a batch, such as 32×1024."""
@@ -148,6 +150,9 @@ GEMMA_1B = {
     "sliding_window": 512,
     "use_cache": False,
 }
+GEMMA_2 = {"num_hidden_layers": 13, "use_cache": False}
+"""Half of the blocks of Gemma 2 2B, all else as in its default config: two trainings of all of
+them do not fit on a card at once."""
 LLAMA_1B = {
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -190,6 +195,10 @@ CASES = {
     "llama3_1b": Case(
         4, Rows(2048, 128256), ("model=llama3_1b",), ("LlamaConfig", LLAMA_1B), 16 * 2048,
         asked=1.4,
+    ),
+    "gemma2_2b": Case(
+        4, Rows(2048, 256000), ("model=gemma2_2b", "model.num_blocks=13"),
+        ("Gemma2Config", GEMMA_2), 13 * 2048, asked=1.2, peer_attention="flex_attention",
     ),
     "gemma3_nano": Case(4, Rows(64, 1024), ("model=gemma3_tiny",), None, 4 * 256),
     "gemma3_4b": Case(4, Rows(2048, 262208), ("model=gemma3_4b",), None, 34 * 2048),

@@ -20,7 +20,7 @@ def train_torch(
     steps: int,
     prepare: Callable[[Any], tuple[Any, str]] | None = None,
 ) -> None:
-    """Train with bf16 autocast, sdpa, fused AdamW, and torch.compile of model and loss.
+    """Train with bf16 autocast, fused attention and AdamW, and torch.compile of model and loss.
 
     ``prepare`` changes the model before it is trained, and says how; it stays in float32 without.
     """
@@ -31,7 +31,7 @@ def train_torch(
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     # On CPUs only the plain forms are tried: compiled ones take minutes, and some crash.
-    attention = "sdpa" if device == "cuda" else "eager"
+    attention = case.peer_attention if device == "cuda" else "eager"
     model, adapters = build_model(case, side, attention).to(torch.float32), ""
     if prepare is not None:
         model, adapters = prepare(model)

@@ -11,7 +11,9 @@ from meshwright.config.schema import KernelChoice
 from meshwright.mesh.axes import CONTEXT
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.walk import ProgramDims
+from meshwright.program.evaluate.dependencies import variables
 from meshwright.program.jaxpr.equations import Equation, Var, aval_of
+from meshwright.program.jaxpr.walks import all_equations
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.chunked_loss import LossKernel, is_fused
 from meshwright.program.kernels.context_attention import (
@@ -27,6 +29,7 @@ from meshwright.program.kernels.match_loss import (
     match_loss,
     projections,
 )
+from meshwright.program.kernels.match_recurrence import match_recurrence
 from meshwright.program.kernels.match_rowwise import (
     RowwiseMatch,
     activations,
@@ -34,7 +37,15 @@ from meshwright.program.kernels.match_rowwise import (
     match_norm,
     norms,
 )
-from meshwright.program.kernels.regions import Graph, NotReplaced, Region, Substitution, module_name
+from meshwright.program.kernels.recurrence import RecurrenceKernel
+from meshwright.program.kernels.regions import (
+    EvaluationPoint,
+    Graph,
+    NotReplaced,
+    Region,
+    Substitution,
+    module_name,
+)
 from meshwright.program.kernels.rowwise import RowwiseKernel
 from meshwright.program.kernels.surroundings import Scope, scopes
 from meshwright.program.trace.traced_loss import TracedLoss
@@ -140,6 +151,9 @@ class _Finder:
         """Add the regions of one program."""
         graph, program = scope.graph, scope.program
         self.dead |= graph.dead
+        for eqn in graph.live:
+            if eqn.primitive.name == "scan":
+                self._try("recurrence", program, eqn, self._recurrence, program, eqn)
         for end in makes_weights(graph):
             self._try("attention", program, end, self._attention, scope, end)
         for product in projections(graph, program):
@@ -158,6 +172,8 @@ class _Finder:
         make: Callable[..., Region | None],
         *arguments: Any,
     ) -> None:
+        if self._taken.issuperset(anchor.outvars):
+            return
         try:
             region = make(*arguments)
         except NotReplaced as refusal:
@@ -170,9 +186,23 @@ class _Finder:
         if made & self._taken:
             return
         self._taken |= made
+        if kind == "recurrence":
+            # What it computes is computed by its kernel.
+            body = region.eqns[0].params["jaxpr"].jaxpr
+            self._taken.update(v for inner, _ in all_equations(body) for v in inner.outvars)
         self.regions.append(region)
         module = region.module or program.path
         self.uses.append(Substitution(kind, module, region.kernel.name, region.detail))
+
+    def _recurrence(self, program: ProgramDims, eqn: Equation) -> Region | None:
+        match = match_recurrence(eqn)
+        if match is None:
+            return None
+        if any(self.layout(program, v) is not None for v in eqn.outvars):
+            raise NotReplaced("the mesh shards its samples")
+        inputs, outputs = tuple(variables(eqn.invars)), tuple(eqn.outvars)
+        place, module = EvaluationPoint(eqn), module_name([eqn])
+        return Region(module, (eqn,), inputs, outputs, place, RecurrenceKernel(match))
 
     def _attention(self, scope: Scope, end: Equation) -> Region | None:
         match, name = match_attention(scope, end), "xla"
