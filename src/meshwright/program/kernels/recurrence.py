@@ -176,6 +176,9 @@ class _Loop:
             return out[:count], (out[count:], rows if taps else [])
 
         how = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
+        # All but products is recomputed: what is stacked costs a kernel each.
+        saved = jax.checkpoint_policies.dots_saveable
+        body = jax.checkpoint(body, policy=saved, prevent_cse=False)
         carry, (ys, rows) = lax.scan(body, carry, (xs, taps), **how)
         return [*carry, *ys], rows
 
