@@ -1,6 +1,6 @@
 """Compares models as users write them with a plain training loop, on one GPU.
 
-Ten models of plain_loop_models.py, none of which knows Meshwright, are trained three ways: by
+Twelve models of plain_loop_models.py, none of which knows Meshwright, are trained three ways: by
 `nnx.jit` in a loop (bf16 by their own dtype), by `mw.Trainer` with kernels=auto, and with
 kernels=none (both precision=bf16). AdamW and clipping at norm 1.0 everywhere. Batches are random
 and new in every step. Each way is a process of its own; they take turns, the first of which warms

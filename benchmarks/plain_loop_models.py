@@ -1,4 +1,4 @@
-"""Ten models as users write them: plain Flax and JAX, nothing from Meshwright.
+"""Twelve models as users write them: plain Flax and JAX, nothing from Meshwright.
 
 Each is built with the dtype it computes in. A case is a model, its loss, and the arrays of a batch.
 The case nano is for trying it out on a CPU.
@@ -63,7 +63,10 @@ def rotate(x: Array) -> Array:
 
 
 class Attention(nnx.Module):
-    """Causal attention with grouped heads: fused, softcapped, or with ALiBi's biases."""
+    """Causal attention with grouped heads, in several kinds.
+
+    These are: fused, softcapped, with ALiBi's biases, with learned ones by distance, and sigmoid.
+    """
 
     def __init__(self, width: int, heads: int, groups: int, kind: str, dtype: Any, rngs: nnx.Rngs):
         self.heads, self.groups, self.size, self.kind = heads, groups, width // heads, kind
@@ -71,6 +74,8 @@ class Attention(nnx.Module):
         self.key = linear(width, groups * self.size, dtype, rngs)
         self.value = linear(width, groups * self.size, dtype, rngs)
         self.out = linear(width, width, dtype, rngs)
+        if kind == "learned":
+            self.biases = nnx.Param(0.02 * jax.random.normal(rngs.params(), (32, heads)))
 
     def __call__(self, x: Array) -> Array:
         """Apply the layers."""
@@ -78,7 +83,7 @@ class Attention(nnx.Module):
         q = self.query(x).reshape(batch, length, self.heads, self.size)
         k = self.key(x).reshape(batch, length, self.groups, self.size)
         v = self.value(x).reshape(batch, length, self.groups, self.size)
-        if self.kind != "alibi":
+        if self.kind not in ("alibi", "learned"):
             q, k = rotate(q), rotate(k)
         if self.kind == "fused":
             mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -91,15 +96,23 @@ class Attention(nnx.Module):
         batch, length = q.shape[:2]
         q = q.reshape(batch, length, self.groups, -1, self.size)
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k) / self.size**0.5
+        back = jnp.arange(length)[None, :] - jnp.arange(length)[:, None]
         if self.kind == "softcap":
             scores = 30 * jnp.tanh(scores / 30)
+        elif self.kind == "sigmoid":
+            weights = jnp.where(back <= 0, nnx.sigmoid(scores - jnp.log(length)), 0)
+            return jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
+        elif self.kind == "learned":
+            far = 16 + jnp.log(jnp.maximum(-back, 1) / 16) / jnp.log(128 / 16) * 16
+            bucket = jnp.where(-back < 16, -back, jnp.clip(far.astype(jnp.int32), 16, 31))
+            biases = self.biases[...][jnp.maximum(bucket, 0)]
+            biases = biases.transpose(2, 0, 1).reshape(self.groups, -1, length, length)
+            scores = scores + biases.astype(scores.dtype)
         else:
             slopes = 2.0 ** (-8 * jnp.arange(1, self.heads + 1) / self.heads)
-            back = jnp.arange(length)[None, :] - jnp.arange(length)[:, None]
             slopes = slopes.reshape(self.groups, -1)[..., None, None]
             scores = scores + (slopes * back).astype(scores.dtype)
-        seen = jnp.tril(jnp.ones((length, length), bool))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), -1)
+        weights = jax.nn.softmax(jnp.where(back <= 0, scores, -1e30), -1)
         return jnp.einsum("bkgts,bskd->btkgd", weights, v)
 
 
@@ -430,6 +443,8 @@ CASES: dict[str, Case] = {
     "grouped": Case(attending("fused", blocks=12), next_token, {"tokens": (16, 2049)}),
     "softcap": Case(attending("softcap"), next_token, {"tokens": (16, 1025)}),
     "alibi": Case(attending("alibi"), next_token, {"tokens": (16, 1025)}),
+    "learned": Case(attending("learned"), next_token, {"tokens": (16, 1025)}),
+    "sigmoid": Case(attending("sigmoid"), next_token, {"tokens": (16, 1025)}),
     "chunks": Case(
         decoder(lambda **made: Chunks(1024, **made), 12, 1024), next_token, {"tokens": (16, 1025)}
     ),

@@ -7,7 +7,7 @@ from meshwright.compiled.compile_program import known_options
 from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
 from meshwright.step.compiler_options import evaluation_options, product_options
 
-BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 1}
 X, W = jnp.ones((2, 4, 8)), jnp.ones((8, 8))
 
 

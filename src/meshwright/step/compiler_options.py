@@ -95,8 +95,9 @@ def _largest_block(traced: TracedLoss) -> int:
 
 _BY_CUBLAS: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,
-    # Products of the same rows, joined, leave their biases and slices to other kernels.
-    "xla_gpu_dot_merger_threshold_mb": 0,
+    # Products of the same rows, joined, leave their biases and slices to other kernels. Small ones
+    # take as long as their launch.
+    "xla_gpu_dot_merger_threshold_mb": 1,
 }
 
 
