@@ -440,7 +440,7 @@ def attending(kind: str, *, blocks: int = 8) -> Callable[..., Language]:
 
 
 CASES: dict[str, Case] = {
-    "grouped": Case(attending("fused", blocks=12), next_token, {"tokens": (16, 2049)}),
+    "grouped": Case(attending("fused", blocks=12), next_token, {"tokens": (4, 2049)}),
     "softcap": Case(attending("softcap"), next_token, {"tokens": (16, 1025)}),
     "alibi": Case(attending("alibi"), next_token, {"tokens": (16, 1025)}),
     "learned": Case(attending("learned"), next_token, {"tokens": (16, 1025)}),

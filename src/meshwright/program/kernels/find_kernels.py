@@ -213,6 +213,8 @@ class _Finder:
         shared, function = placed is not None and placed.shared is not None, operands.function
         if self.kernels.choice == "auto" and not (shared and function):
             name = check_kernel(operands, self.kernels.platform, planned=self.kernels.planned)
+        if placed is not None and operands.formula is not None and operands.formula.learned:
+            raise NotReplaced("the context axis shards its positions, and its scores are learned")
         if placed is None:
             ends = (operands.query, operands.key, operands.value, match.output)
             layouts = [self.layout(scope.program, v) for v in ends]

@@ -93,7 +93,7 @@ def make_attend(operands: AttentionOperands, form: str) -> Attend:
     """Return attention in one of its forms."""
     function, allowed = operands.function, operands.allowed
     if function is not None and form != "planned":
-        return xla_scores(function) if form == "xla" else _by_blocks()(function, allowed)
+        return xla_scores(function, allowed) if form == "xla" else _by_blocks()(function, allowed)
     forms = {"cudnn": cudnn_attention, "planned": planned_attention, "xla": xla_attention}
     return forms[form](allowed, operands.scale)
 
@@ -260,7 +260,14 @@ def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = F
 
 
 PAYS_FROM, BLOCK, CHANNELS = 1024, 128, (64, 128)
-"""For which rows and heads attention by blocks was measured: it takes half the time."""
+"""For which rows and heads attention by blocks was measured: it takes half the time.
+
+Else rows attend one part after the other, if most of their keys are hidden.
+"""
+
+
+HIDES_MOST = 0.6
+"""The share of pairs of queries and keys up to which it pays to leave out what is hidden."""
 
 
 def check_kernel(operands: AttentionOperands, platform: str, *, planned: bool = False) -> str:
@@ -272,16 +279,17 @@ def check_kernel(operands: AttentionOperands, platform: str, *, planned: bool = 
     channels, length = (query.shape[operands.query_dims[n]] for n in (-1, operands.num_batch))
     keys = aval_of(operands.key).shape[operands.key_dims[-2]]
     same = channels in CHANNELS and channels == value.shape[operands.value_dims[-1]]
-    long = min(length, keys) >= PAYS_FROM and length % BLOCK == keys % BLOCK == 0
-    for holds, needs in (
-        (query.dtype == jnp.bfloat16, f"bf16, not {query.dtype}"),
-        (same, f"heads of 64 or 128 channels, not {channels}"),
-        (long, f"rows of {PAYS_FROM:,} positions or more, a multiple of {BLOCK}, not {length:,}"),
-    ):
-        if not holds:
-            raise NotReplaced(f"{operands.function.why}, for which a kernel needs {needs}")
-    _by_blocks()
-    return "pallas"
+    even = length % BLOCK == keys % BLOCK == 0
+    if min(length, keys) < PAYS_FROM:
+        needs = f"rows of {PAYS_FROM:,} positions or more, not {length:,}"
+    elif query.dtype == jnp.bfloat16 and same and even and not operands.function.learned:
+        _by_blocks()
+        return "pallas"
+    elif operands.allowed.part(length, keys) <= HIDES_MOST:
+        return "xla"
+    else:
+        needs = "bf16, 64 or 128 channels, a multiple of 128 positions, and no learned values"
+    raise NotReplaced(f"{operands.function.why}, for which a kernel needs {needs}")
 
 
 def _by_blocks() -> Callable[..., Attend]:
@@ -425,17 +433,37 @@ def xla_attention(allowed: Allowed, scale: float) -> Attend:
     return differentiable(xla_part(allowed, scale))
 
 
-def xla_scores(function: ScoreFunction) -> Attend:
+ROWS = 512
+"""How many queries attend at once, each to the keys that one of them may see."""
+
+
+def xla_scores(function: ScoreFunction, allowed: Allowed) -> Attend:
     """Return attention with a function of its scores, which its gradient computes again."""
 
     @jax.checkpoint
-    def attend(query: Any, key: Any, value: Any, leaves: Any) -> Any:
+    def of_rows(query: Any, key: Any, value: Any, leaves: Any, at: Any) -> Any:
         wide = jnp.promote_types(query.dtype, jnp.float32)
-        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-        products = jnp.einsum("bthc,bshc->bhts", query, key, preferred_element_type=wide)
-        at = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])[None, :]
+        products = jnp.einsum("bthc,bshc->bhts", query, key).astype(wide)
         weights = function(Block(products, leaves, at))
         weights = jax.nn.softmax(weights) if function.normalized else weights
         return jnp.einsum("bhts,bshc->bthc", weights.astype(value.dtype), value)
 
+    def attend(query: Any, key: Any, value: Any, leaves: Any) -> Any:
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+        length, keys = query.shape[1], key.shape[1]
+        parts: list[Any] = []
+        for first in range(0, length, ROWS):
+            rows = slice(first, min(first + ROWS, length))
+            before = 0 if allowed.window is None else max(first - allowed.window + 1, 0)
+            seen = slice(min(before, keys - 1), rows.stop if allowed.causal else keys)
+            own = [leaf[:, :, _part(leaf, 2, rows), _part(leaf, 3, seen)] for leaf in leaves]
+            at = jnp.arange(length)[rows, None], jnp.arange(keys)[None, seen]
+            parts.append(of_rows(query[:, rows], key[:, seen], value[:, seen], own, at))
+        return jnp.concatenate(parts, 1)
+
     return attend
+
+
+def _part(leaf: Any, dim: int, part: slice) -> slice:
+    """Return which entries belong to some rows or keys: all of a dim of size 1."""
+    return part if leaf.shape[dim] > 1 else slice(None)

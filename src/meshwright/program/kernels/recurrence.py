@@ -121,7 +121,7 @@ class _Joined:
         if self.widens:
             flat = [x.astype(wide) for x in flat]
         precision, numbers = self.products[0].eqn.params["precision"], (((0,), (0,)), ((), ()))
-        of_weight = lax.dot_general(*flat, numbers, precision, preferred_element_type=wide)
+        of_weight = lax.dot_general(flat[0], flat[1], numbers, precision, wide)
         weight, bias = like
         of_bias = None if bias is None else flat[1].astype(wide).sum(0).astype(bias.dtype)
         return of_weight.astype(weight.dtype), of_bias

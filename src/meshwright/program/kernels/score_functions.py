@@ -68,11 +68,13 @@ class ScoreFunction:
         compute: its formula.
         normalized: whether a softmax follows; otherwise the results are the weights.
         why: what makes it more than a scale and a mask; empty if nothing does.
+        learned: whether it reads what has a gradient.
     """
 
     compute: _Compute
     normalized: bool
     why: str
+    learned: bool = False
 
     def __call__(self, block: Block) -> Any:
         """Return the scores of a block, or the weights."""
@@ -114,6 +116,7 @@ class ScoreReader:
         self._allowed, self._axes = Allowed(), (0, 1)
         # A row of which every key is hidden has the same weight for all keys, later ones too.
         self._hides_rows, self._adds_data, self._fill = False, False, -np.inf
+        self._learned = False
         self._whole: Dims = tuple(range(len(aval_of(self.out).shape)))
         self.why = "" if self.normalized else "its weights are sigmoids"
 
@@ -156,7 +159,7 @@ class ScoreReader:
             self.why = self.why or "several masks depend on data"
         hides = self._hides_rows or (self._adds_data and self._fill > _FAR_BELOW)
         allowed = Allowed() if self.why and hides and self.normalized else self._allowed
-        return ScoreFunction(compute, self.normalized, self.why), allowed
+        return ScoreFunction(compute, self.normalized, self.why, self._learned), allowed
 
     def _value(self, atom: Atom, dims: Dims, hidden: float | None = None) -> _Compute:
         """Return what computes an atom; values up to ``hidden`` have no weight, if given."""
@@ -195,8 +198,7 @@ class ScoreReader:
     def _leaf(self, atom: Var, dims: Dims) -> _Compute:
         value, dtype = self.scope.program.values.get(atom), aval_of(atom).dtype
         if jnp.issubdtype(dtype, jnp.inexact):
-            if value is not None and value.has_grad:
-                raise NotReplaced("its scores depend on a learned value")
+            self._learned |= value is not None and value.has_grad
             self._adds_data |= self.scope.constant(atom) is None
         if not _is_plain(dtype):
             raise NotReplaced(f"its scores depend on {dtype}")
