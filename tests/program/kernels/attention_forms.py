@@ -276,6 +276,7 @@ REPLACED = {
     "packed_both_ways": (packed_both_ways, "full, packed documents"),
     "checkpointed": (checkpointed, "causal"),
     "data_mask": (data_mask, "full, its mask depends on data"),
+    "biased": (biased, "full, its scores are changed by add"),
     "soft_cap": (by_hand(soft_cap), "full, its scores are changed by tanh"),
     "striped": (by_hand(striped), f"full, {NEITHER}"),
     "two_sided": (by_hand(two_sided), f"full, {NEITHER}"),
@@ -292,7 +293,6 @@ NOT_REPLACED = {
     "weights_read": (by_hand(end=read_twice), "read elsewhere"),
     "printed": (by_hand(printed), "read by"),
     "printed_weights": (by_hand(end=printed_weights), "read elsewhere"),
-    "biased": (biased, "its scores depend on a learned value"),
     "averaged": (by_hand(end=averaged), "its weights are changed by"),
 }
 """By name: a form that is evaluated as written, and a part of the reason."""

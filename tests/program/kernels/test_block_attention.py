@@ -16,7 +16,12 @@ from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.kernels import fused_attention
 from meshwright.program.kernels.block_attention import Tile, block_attention
-from meshwright.program.kernels.fused_attention import check_kernel, make_attend, run_attention
+from meshwright.program.kernels.fused_attention import (
+    check_kernel,
+    make_attend,
+    run_attention,
+    xla_scores,
+)
 from meshwright.program.kernels.match_attention import makes_weights, match_attention
 from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.surroundings import Scope
@@ -64,26 +69,31 @@ def differentiated(run, *operands):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_blocks_give_the_operations_as_written(name):
+def test_blocks_and_rows_give_the_operations_as_written(name, monkeypatch):
     random = np.random.default_rng(0)
     qkv = random.normal(size=(3, SAMPLES, LENGTH, HEADS, CHANNELS)).astype(np.float32)
     segments = np.sort(random.integers(4, size=(SAMPLES, LENGTH), dtype=np.int32), axis=1)
     given = *qkv, {"hidden": random.integers(2, size=(SAMPLES, LENGTH)) > 0, "segments": segments}
     assert not given[-1]["hidden"][:, 0].all(), "no position attends to hidden keys alone"
     own, run = matched(name, given)
-    attend = block_attention(own.function, own.allowed, TILES, interpret=True)
-    found = quick(lambda *given: differentiated(lambda *a: run(attend, *a), *given))(*given)
     expected = quick(lambda *given: differentiated(SCORES[name][0], *given))(*given)
-    assert_close(found, expected, 1e-5)
+    monkeypatch.setattr(fused_attention, "ROWS", 5)
+    by_blocks = block_attention(own.function, own.allowed, TILES, interpret=True)
+    for attend in (by_blocks, xla_scores(own.function, own.allowed)):
+        found = quick(lambda *given, to=attend: differentiated(lambda *a: run(to, *a), *given))
+        assert_close(found(*given), expected, 1e-5)
 
 
 class Layer(nnx.Module):
     """A projection, attention, and another projection."""
 
     def __init__(self, name, rngs):
-        self.form = SCORES[name][0]
+        self.name = name
         self.qkv = nnx.Param(jax.random.normal(rngs.params(), (3, WIDTH, HEADS, CHANNELS)) / 4)
         self.out = nnx.Param(jax.random.normal(rngs.params(), (HEADS, CHANNELS, WIDTH)) / 4)
+
+    def form(self, q, k, v, batch):
+        return SCORES[self.name][0](q, k, v, batch)
 
     def __call__(self, x, batch):
         q, k, v = jnp.einsum("btd,ndhc->nbthc", x, self.qkv[...])
@@ -153,20 +163,54 @@ def test_blocks_are_compiled_for_gpus(name, channels):
 
 
 @pytest.mark.parametrize(
-    ("length", "channels", "dtype", "reason"),
+    ("name", "length", "channels", "dtype", "reason"),
     [
-        (1024, 64, jnp.float32, "bf16, not float32"),
-        (512, 64, jnp.bfloat16, "rows of 1,024 positions or more, a multiple of 128, not 512"),
-        (1100, 64, jnp.bfloat16, "rows of 1,024 positions or more, a multiple of 128, not 1,100"),
-        (1024, 80, jnp.bfloat16, "heads of 64 or 128 channels, not 80"),
+        ("alibi", 1024, 64, jnp.float32, ""),
+        ("alibi", 1100, 64, jnp.bfloat16, ""),
+        ("alibi", 1024, 256, jnp.bfloat16, ""),
+        ("alibi", 512, 64, jnp.bfloat16, "rows of 1,024 positions or more, not 512"),
+        ("padded", 1024, 256, jnp.bfloat16, "bf16, 64 or 128 channels, a multiple of 128 "
+            "positions, and no learned values"),
     ],
-)
-def test_what_was_not_measured_stays_as_written(length, channels, dtype, reason):
-    own, _ = matched("alibi", structs(2, length, channels, dtype))
+)  # fmt: skip
+def test_without_a_kernel_rows_pay_where_most_keys_are_hidden(
+    name, length, channels, dtype, reason
+):
+    own, _ = matched(name, structs(2, length, channels, dtype))
+    if not reason:
+        assert check_kernel(own, "gpu") == "xla"
+        return
     with pytest.raises(NotReplaced) as refusal:
         check_kernel(own, "gpu")
-    why = "its scores are changed by sub, for which a kernel needs "
-    assert str(refusal.value) == why + reason
+    assert str(refusal.value).endswith(f", for which a kernel needs {reason}")
+
+
+class ByDistance(Layer):
+    """With a learned bias for each head and distance."""
+
+    def __init__(self, rngs):
+        super().__init__("alibi", rngs)
+        self.biases = nnx.Param(jax.random.normal(rngs.params(), (HEADS, LENGTH)))
+
+    def form(self, q, k, v, batch):
+        places = jnp.arange(LENGTH)
+        back = places[:, None] - places
+        biases = self.biases[...][:, jnp.maximum(back, 0)]
+        scores = jnp.einsum("bthc,bshc->bhts", q, k) + biases
+        weights = jax.nn.softmax(jnp.where(back >= 0, scores, -1e9))
+        return jnp.einsum("bhts,bshc->bthc", weights, v)
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,tensor=2"])
+def test_biases_may_be_learned(mesh, monkeypatch):
+    monkeypatch.setattr(fused_attention, "ROWS", 5)
+    x = np.random.default_rng(0).normal(size=(SAMPLES, LENGTH, WIDTH)).astype(np.float32)
+    build = lambda: ByDistance(nnx.Rngs(0))  # noqa: E731
+    loss = lambda model, batch: jnp.mean(jnp.sin(model(batch["x"], batch)))  # noqa: E731
+    config = mw.ShardingConfig(min_shard_size=0)
+    found = differentiate(build, loss, {"x": x}, "xla", mesh=mesh, sharding=config)
+    assert [use.kernel for use in found.uses if use.kind == "attention"] == ["xla"]
+    assert_equal(found, differentiate(build, loss, {"x": x}, "none"))
 
 
 def test_a_kernel_is_used_if_there_is_triton(monkeypatch):
