@@ -32,7 +32,7 @@ class Substitution:
     """A part of a program that a kernel evaluates, or could evaluate.
 
     Attributes:
-        kind: what it computes: ``attention``, ``loss``, ``norm`` or ``activation``.
+        kind: what it computes: ``recurrence``, ``attention``, ``loss``, ``norm`` or ``activation``.
         module: where.
         kernel: what evaluates it; empty if it is evaluated as written.
         detail: what is special about it, such as ``causal``.
