@@ -433,8 +433,9 @@ def xla_attention(allowed: Allowed, scale: float) -> Attend:
     return differentiable(xla_part(allowed, scale))
 
 
-ROWS = 512
-"""How many queries attend at once, each to the keys that one of them may see."""
+ROWS, PARTS = 512, 8
+"""How many queries attend at once, at least, to the keys that one of them may see; and how many
+parts of a row there are at most, each of which is compiled."""
 
 
 def xla_scores(function: ScoreFunction, allowed: Allowed) -> Attend:
@@ -451,9 +452,9 @@ def xla_scores(function: ScoreFunction, allowed: Allowed) -> Attend:
     def attend(query: Any, key: Any, value: Any, leaves: Any) -> Any:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
         length, keys = query.shape[1], key.shape[1]
-        parts: list[Any] = []
-        for first in range(0, length, ROWS):
-            rows = slice(first, min(first + ROWS, length))
+        parts, size = list[Any](), max(ROWS, -(-length // PARTS))
+        for first in range(0, length, size):
+            rows = slice(first, min(first + size, length))
             before = 0 if allowed.window is None else max(first - allowed.window + 1, 0)
             seen = slice(min(before, keys - 1), rows.stop if allowed.causal else keys)
             own = [leaf[:, :, _part(leaf, 2, rows), _part(leaf, 3, seen)] for leaf in leaves]
