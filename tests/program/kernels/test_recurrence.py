@@ -129,4 +129,4 @@ def test_many_rows_and_meshes_stay_as_written(batch):
     assert use.reason == "its 32 rows are more than the 16 of a weight"
     run = differentiate(build(("gru",)), squares, batch, "xla", mesh="data=2")
     (use,) = uses_in("gru", run.uses, "recurrence")
-    assert use.reason == "the mesh shards its samples"
+    assert use.reason == "the mesh shards its state"

@@ -199,7 +199,7 @@ class _Finder:
         if match is None:
             return None
         if any(self.layout(program, v) is not None for v in eqn.outvars):
-            raise NotReplaced("the mesh shards its samples")
+            raise NotReplaced("the mesh shards its state")
         inputs, outputs = tuple(variables(eqn.invars)), tuple(eqn.outvars)
         place, module = EvaluationPoint(eqn), module_name([eqn])
         return Region(module, (eqn,), inputs, outputs, place, RecurrenceKernel(match))
