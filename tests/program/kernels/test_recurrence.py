@@ -106,7 +106,7 @@ def test_numbers_and_gradients_are_those_of_the_loop_as_written(batch):
 
 
 def test_half_precision_is_as_exact_as_written_out(batch):
-    names = ("lstm", "optimized_lstm", "plain", "shared", "both_at_once")
+    names = ("lstm", "shared", "both_at_once")
     exact = differentiate(build(names), squares, batch, "none")
     half = build(names, jnp.bfloat16)
     runs = [differentiate(half, squares, batch, kernels, wide=False) for kernels in ("xla", "none")]
