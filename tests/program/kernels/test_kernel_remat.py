@@ -29,10 +29,16 @@ def build():
     )
 
 
-def count_exponentials(mesh, **sharding):
+def with_softcap():
+    sizes = {"vocab_size": 64, "context_length": LENGTH, "num_blocks": BLOCKS, "hidden_size": 16}
+    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_size": 16}
+    return build_model("gemma3", rngs=nnx.Rngs(0), attention_softcap=5.0, **sizes, **heads)
+
+
+def count_exponentials(mesh, model=build, **sharding):
     """Return how often a gradient computes the exponentials of all scores."""
     config = mw.ShardingConfig(**sharding)
-    made = assembled(build, TASK.loss, BATCH, "xla", wide=False, mesh=mesh, sharding=config)
+    made = assembled(model, TASK.loss, BATCH, "xla", wide=False, mesh=mesh, sharding=config)
     forward = planned_forward(made.traced, made.decision, made.plan, made.mesh)
     leaves = [step.leaf.struct for step in made.traced.layout.step_leaves]
     numbers = [n for n, s in enumerate(made.traced.layout.step_leaves) if s.leaf.role == "param"]
@@ -59,6 +65,11 @@ def _is_exp(eqn):
 def test_attention_is_recomputed_only_if_nothing_is_saved(mesh, remat, times):
     """Once forward, once by its own gradient, and once more if its results are not saved."""
     assert count_exponentials(mesh, remat=remat) == BLOCKS * times
+
+
+@pytest.mark.parametrize(("remat", "times"), [("dots", 2), ("full", 3)])
+def test_so_is_attention_with_a_function_of_its_scores(remat, times):
+    assert count_exponentials("data=1", with_softcap, remat=remat) == BLOCKS * times
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn import dot_product_attention
 from jax.sharding import PartitionSpec
 
@@ -20,6 +21,7 @@ from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.context_attention import AttentionLayouts
 from meshwright.program.kernels.joined_attention import (
+    ATTENDED,
     NEVER,
     Attend,
     AttentionPart,
@@ -460,7 +462,7 @@ def xla_scores(function: ScoreFunction, allowed: Allowed) -> Attend:
             own = [leaf[:, :, _part(leaf, 2, rows), _part(leaf, 3, seen)] for leaf in leaves]
             at = jnp.arange(length)[rows, None], jnp.arange(keys)[None, seen]
             parts.append(of_rows(query[:, rows], key[:, seen], value[:, seen], own, at))
-        return jnp.concatenate(parts, 1)
+        return checkpoint_name(jnp.concatenate(parts, 1), ATTENDED)
 
     return attend
 
