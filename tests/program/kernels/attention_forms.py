@@ -214,6 +214,13 @@ def padded(q, k, v, batch):
     return by_hand(hide)(q, k, v, batch)
 
 
+def padded_sums(q, k, v, batch):
+    """The same, hidden by sums: those of later keys are as low as those of hidden ones."""
+    hidden = (1.0 - batch["hidden"][:, None, None, :]) * -1e9
+    hide = lambda s: soft_cap(s) + jnp.where(causal(), 0.0, -1e9) + hidden  # noqa: E731
+    return by_hand(hide)(q, k, v, batch)
+
+
 def packed_soft_cap(q, k, v, batch):
     same = batch["segments"][:, None, :, None] == batch["segments"][:, None, None, :]
     mask = lambda s: jnp.where(same & (distance(s) >= 0), jnp.tanh(s), -1e30)  # noqa: E731
@@ -228,6 +235,7 @@ SCORES = {
     "soft_cap_window": (soft_cap_window, "causal, window 5, its scores are changed by tanh"),
     "alibi": (by_hand(alibi), "causal, its scores are changed by sub"),
     "padded": (padded, "full, its mask depends on data"),
+    "padded_sums": (padded_sums, "full, its scores are changed by add"),
     "packed_soft_cap": (
         packed_soft_cap,
         "causal, packed documents, its scores are changed by tanh",

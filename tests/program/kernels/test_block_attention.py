@@ -209,7 +209,8 @@ def test_biases_may_be_learned(mesh, monkeypatch):
     loss = lambda model, batch: jnp.mean(jnp.sin(model(batch["x"], batch)))  # noqa: E731
     config = mw.ShardingConfig(min_shard_size=0)
     found = differentiate(build, loss, {"x": x}, "xla", mesh=mesh, sharding=config)
-    assert [use.kernel for use in found.uses if use.kind == "attention"] == ["xla"]
+    said = [f"{use.detail}: {use.kernel}" for use in found.uses if use.kind == "attention"]
+    assert said == ["causal, its scores are changed by add: xla"]
     assert_equal(found, differentiate(build, loss, {"x": x}, "none"))
 
 

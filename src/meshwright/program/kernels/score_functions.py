@@ -199,7 +199,6 @@ class ScoreReader:
         value, dtype = self.scope.program.values.get(atom), aval_of(atom).dtype
         if jnp.issubdtype(dtype, jnp.inexact):
             self._learned |= value is not None and value.has_grad
-            self._adds_data |= self.scope.constant(atom) is None
         if not _is_plain(dtype):
             raise NotReplaced(f"its scores depend on {dtype}")
         number = len(self.leaves)
@@ -209,6 +208,8 @@ class ScoreReader:
     def _computed(self, eqn: Equation, dims: Dims, hidden: float | None) -> _Compute:
         """Return what computes a function of the product; note what it does besides."""
         name, result = eqn.primitive.name, eqn.outvars[0]
+        added = eqn.invars[1:] if name == "select_n" else eqn.invars
+        self._adds_data |= any(self._is_data(atom) for atom in added)
         if result is not self.out and len(self.scope.graph.read_by(result)) > 1:
             hidden = None
         shown, inner = None, hidden
@@ -268,6 +269,13 @@ class ScoreReader:
             return None, hidden
         self.why, self._hides_rows = self.why or why, self._hides_rows or not by_sum
         return None, min(hidden, _FAR_BELOW) if hidden and by_sum else None
+
+    def _is_data(self, atom: Atom) -> bool:
+        """Whether an atom is neither computed from the product, nor from weights or constants."""
+        if isinstance(atom, Literal) or atom in self._dependent or self.scope.constant(atom):
+            return False
+        value = self.scope.program.values.get(atom)
+        return value is None or value.has_data or not value.has_grad
 
     def _depends(self, atom: Atom) -> bool:
         """Whether an atom is computed from the product."""
