@@ -45,6 +45,29 @@ class Attention(nnx.Module):
         return self.out(mixed.reshape(x.shape))
 
 
+class Biased(Attention):
+    """With a learned bias for each distance."""
+
+    def __init__(self, rngs):
+        super().__init__(self.by_distance, rngs)
+        self.biases = nnx.Param(jax.random.normal(rngs.params(), (HEADS, 9), jnp.float64))
+
+    def by_distance(self, scores, tokens):
+        places = _places(scores.shape[-1])
+        back = jnp.clip(places[:, None] - places, 0, 8)
+        return _softmax(scores + self.biases[...][:, back], _seen(len(places)))
+
+
+class Twice(nnx.Module):
+    """Two layers: the second needs all rows of the first."""
+
+    def __init__(self, mix, rngs):
+        self.first, self.second = mix(rngs), mix(rngs)
+
+    def __call__(self, x, tokens):
+        return self.second(x + self.first(x, tokens), tokens)
+
+
 class Layer(nnx.Module):
     """A layer of Flax, and how it is called."""
 
@@ -74,8 +97,13 @@ class Translator(nnx.Module):
         return self.tokens.attend(y)
 
 
+def _places(length):
+    # As they are without 64-bit numbers.
+    return jnp.arange(length, dtype=jnp.int32)
+
+
 def _seen(length, *, ahead=0, back=None):
-    rows, keys = jnp.arange(length)[:, None], jnp.arange(length)[None]
+    rows, keys = _places(length)[:, None], _places(length)[None]
     seen = keys <= rows + ahead
     return seen if back is None else seen & (keys > rows - back)
 
@@ -100,7 +128,7 @@ def _without_padding(scores, tokens):
 
 def _alibi(scores, tokens):
     length = scores.shape[-1]
-    back = jnp.arange(length)[None] - jnp.arange(length)[:, None]
+    back = _places(length)[None] - _places(length)[:, None]
     return _softmax(scores + jnp.array([0.5, 0.25])[:, None, None] * back, _seen(length))
 
 
@@ -248,6 +276,7 @@ CACHED = {
     "window": _masked(back=4),
     "softcap": _attention(lambda s, t: _softmax(3 * jnp.tanh(s / 3), _seen(s.shape[-1]))),
     "alibi": _attention(_alibi),
+    "learned_bias": Biased,
     "added_mask": _attention(
         lambda s, t: jax.nn.softmax(s + jnp.where(_seen(s.shape[-1]), 0.0, -1e9), -1)
     ),

@@ -14,6 +14,7 @@ from generation.decoder_models import (
     WIDTH,
     Decoder,
     Translator,
+    Twice,
 )
 from hf_folders import HF
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,10 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshwright as mw
 from meshwright.config.compose import compose_config, validate
 from meshwright.errors import UserError
+from meshwright.generation import traced_decoder
 from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.token_decoder import split_model, with_source
 from meshwright.program.evaluate.widen import wide_evaluator
+from meshwright.program.kernels import fused_attention
 from meshwright.recipe import make_model_source
 
 LENGTH, PROMPT = 24, 12
@@ -104,6 +107,21 @@ def test_an_encoder_runs_once():
 def test_cached_logits_equal_those_of_whole_rows(name):
     model = Decoder(CACHED[name], rngs=nnx.Rngs(0))
     assert largest_difference(model, VOCABULARY, LENGTH) < 1e-13
+
+
+@pytest.mark.parametrize("name", ["learned_bias", pytest.param("softcap", marks=pytest.mark.full)])
+def test_prompts_are_read_without_their_scores(name, monkeypatch):
+    monkeypatch.setattr(fused_attention, "ROWS", 5)
+    lengths = list[int]()
+
+    def run(operands, attend, query, *others):
+        lengths.append(query.shape[1])
+        return fused_attention.run_attention(operands, attend, query, *others)
+
+    monkeypatch.setattr(traced_decoder, "run_attention", run)
+    model = Decoder(lambda rngs: Twice(CACHED[name], rngs), rngs=nnx.Rngs(0))
+    assert largest_difference(model, VOCABULARY, LENGTH, kernel="xla") < 1e-13
+    assert lengths == [PROMPT]
 
 
 def test_a_window_bounds_the_cache():

@@ -30,7 +30,7 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
     structs_of,
 )
-from meshwright.program.kernels.fused_attention import check_cudnn, make_attend, run_attention
+from meshwright.program.kernels.fused_attention import check_kernel, make_attend, run_attention
 from meshwright.program.kernels.match_attention import makes_weights, match_attention
 from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.surroundings import Scope
@@ -40,9 +40,9 @@ from meshwright.text.units import counted
 class PromptAttention(NamedTuple):
     """An attention of a program: its operands, its result, and what computes it for all rows."""
 
-    operands: tuple[Var, Var, Var]
+    operands: tuple[Var, ...]
     output: Var
-    run: Callable[[Value, Value, Value], Value]
+    run: Callable[..., Value]
 
 
 def find_attention(closed: ClosedJaxpr, kernel: str) -> list[PromptAttention]:
@@ -57,15 +57,16 @@ def find_attention(closed: ClosedJaxpr, kernel: str) -> list[PromptAttention]:
             # Masks are evaluated, also while a function that reads prompts is traced.
             with jax.ensure_compile_time_eval():
                 match = match_attention(scope, end)
-            if match is None or match.operands.leaves or match.operands.function:
+            if match is None or (match.operands.leaves and not match.operands.function):
                 continue
             if kernel == "cudnn":
-                check_cudnn(match.operands, "gpu")
+                check_kernel(match.operands, "gpu")
         except NotReplaced:
             continue
         own = match.operands
-        run = partial(run_attention, own, make_attend(own, kernel))
-        found.append(PromptAttention((own.query, own.key, own.value), match.output, run))
+        attend = make_attend(own, "xla" if own.function else kernel)
+        run = partial(run_attention, own, attend)
+        found.append(PromptAttention(own.inputs, match.output, run))
     return found
 
 
@@ -176,7 +177,8 @@ class TracedDecoder:
         # What attention reads and makes is returned too, to know its variables in this program.
         names = iter(shared.jaxpr.outvars[len(shared.jaxpr.outvars) - len(read) :])
         self._attention[length] = [
-            one._replace(operands=tuple(islice(names, 3)), output=next(names)) for one in found
+            one._replace(operands=tuple(islice(names, len(one.operands))), output=next(names))
+            for one in found
         ]
         return shared
 
