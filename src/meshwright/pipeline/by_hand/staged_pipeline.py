@@ -309,7 +309,7 @@ class Pipeline:
         pieces = f" × {chunks} chunks" if chunks > 1 else ""
         lines = [
             f"Pipeline: {counted(self.num_stages, 'stage')}{pieces}, {self.schedule.name} with "
-            f"{counted(self.num_microbatches, 'microbatch', 'microbatches')}"
+            f"{counted(self.num_microbatches, 'microbatch')}"
         ]
         for number, stage in enumerate(self.stages):
             chunk, of = divmod(number, self.num_stages)
