@@ -311,7 +311,7 @@ class TrainingRun:
             self._rollouts.tracker = log.tracker
         feed = BatchFeed(loader, self._progress.left_out, limits.end_of_data)
         recovery = Recovery(
-            trainer,
+            trainer=trainer,
             feed=feed,
             form=self._form,
             recorder=FlightRecorder(self._run_dir, self._assembled, self._metadata.at),

@@ -179,6 +179,7 @@ class PipelinedLoss:
         return replace(sums, weights=weights, outer=outer)
 
 
+@dataclass(frozen=True)
 class OuterSums:
     """Sums the outer weights' gradients over the devices of all stages.
 
@@ -186,17 +187,15 @@ class OuterSums:
     ``gradients`` are as in `PipelinedLoss`.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        batch_axes: Sequence[str],
-        sums: Sequence[PartitionSpec],
-        gradients: Sequence[Placement],
-    ) -> None:
-        self._mesh, self._axes = mesh, tuple(batch_axes)
-        self._sums, self._gradients = sums, gradients
-        self.stacked = PartitionSpec((PIPE, *batch_axes))
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    sums: Sequence[PartitionSpec]
+    gradients: Sequence[Placement]
+
+    @property
+    def stacked(self) -> PartitionSpec:
         """The layout of the sums of all devices, stacked: a new dim 0 counts the devices."""
+        return PartitionSpec((PIPE, *self.batch_axes))
 
     def reduced(self, stacked: LeafValues) -> LeafValues:
         """Return the gradients, in their placement.
@@ -208,8 +207,8 @@ class OuterSums:
             return {}
         each = jax.shard_map(
             lambda values: {n: self._reduce(n, value[0]) for n, value in values.items()},
-            mesh=self._mesh,
-            in_specs=({n: PartitionSpec(*self.stacked, *self._sums[n]) for n in stacked},),
+            mesh=self.mesh,
+            in_specs=({n: PartitionSpec(*self.stacked, *self.sums[n]) for n in stacked},),
             out_specs={n: self._after(n) for n in stacked},
             check_vma=False,
         )
@@ -218,17 +217,17 @@ class OuterSums:
     def _reduce(self, number: int, total: Array) -> Array:
         dim = self._pipe_dim(number)
         if dim is None:
-            return lax.psum(total, (PIPE, *self._axes))
+            return lax.psum(total, (PIPE, *self.batch_axes))
         part = lax.psum_scatter(total, PIPE, scatter_dimension=dim, tiled=True)
-        return lax.psum(part, self._axes) if self._axes else part
+        return lax.psum(part, self.batch_axes) if self.batch_axes else part
 
     def _pipe_dim(self, number: int) -> int | None:
-        dims = self._gradients[number].dims
+        dims = self.gradients[number].dims
         return next((dim for dim, axes in enumerate(dims) if PIPE in axes), None)
 
     def _after(self, number: int) -> PartitionSpec:
         """Return the layout of a sum of which each stage keeps its part, as in its placement."""
-        entries = [*self._sums[number]]
+        entries = [*self.sums[number]]
         dim = self._pipe_dim(number)
         if dim is None:
             return PartitionSpec(*entries)
