@@ -89,8 +89,11 @@ def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
 
 
 def _search(candidates: Iterable[Candidate]) -> _Search:
+    groups = defaultdict[Pattern, list[Candidate]](list)
+    for candidate in candidates:
+        groups[candidate.pattern].append(candidate)
     search = _Search()
-    for group in _groups(candidates):
+    for group in sorted(groups.values(), key=_score):
         search.consider(group)
     return search
 
@@ -202,13 +205,6 @@ class _Search:
         if cheaper and 2 * candidate.bytes_of(wanted) >= candidate.cover:
             return max(cheaper, key=lambda other: other.bytes_of(other.kernels & wanted))
         return None
-
-
-def _groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
-    groups = defaultdict[Pattern, list[Candidate]](list)
-    for candidate in candidates:
-        groups[candidate.pattern].append(candidate)
-    return sorted(groups.values(), key=_score)
 
 
 def _score(group: Sequence[Candidate]) -> float:
