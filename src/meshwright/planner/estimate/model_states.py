@@ -15,7 +15,6 @@ from meshwright.errors import UserError
 from meshwright.ledgers.placed_program import (
     PlacedEvent,
     PlacedWeight,
-    WeightReads,
     place_events,
     place_weights,
     read_weights,
@@ -44,7 +43,7 @@ class ModelStates:
         self._programs, self._optimizer = programs, optimizer
         self.tensor_sizes = functools.cache(self._find_tensor_sizes)
         self._tensor = functools.cache(self._choose_tensor)
-        self._reads = functools.cache(self._find_reads)
+        self._reads = functools.cache(lambda *program: read_weights(programs.traced(*program)))
         self._events = functools.cache(self._find_events)
         self.attention = functools.cache(self._find_attention)
         self._known: dict[Any, PlacedState] = {}
@@ -89,10 +88,6 @@ class ModelStates:
         cut = self._programs.cut(precision) if blocks is None else None
         classes = self._programs.classes(precision, blocks)
         return place_events(classes, self._tensor(precision, blocks, size), cut)
-
-    def _find_reads(self, precision: Precision, blocks: Blocks | None) -> WeightReads:
-        """Return how a program whose blocks run this way reads its weights."""
-        return read_weights(self._programs.traced(precision, blocks))
 
     def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
         """Return the sizes of a tensor axis, up to 64, that divide the dims it would shard."""

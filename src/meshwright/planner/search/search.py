@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -97,14 +97,10 @@ class _Search:
     show_progress: Callable[[str], None]
     known: dict[_Key, Estimate] = field(default_factory=dict[_Key, Estimate])
 
-    def _sizes(self) -> Iterator[Sizes]:
-        tokens = self.estimator.tokens_per_sample
-        return all_sizes(self.task.hardware.count, self.task.fixed.mesh, tokens=tokens)
-
     def run(self, meshes: Iterable[Sizes] | None) -> SearchResult:
-        task, obstacles = self.task, list[Rejection]()
-        usable = list[Sizes]()
-        for sizes in meshes or self._sizes():
+        task, obstacles, usable = self.task, list[Rejection](), list[Sizes]()
+        tokens = self.estimator.tokens_per_sample
+        for sizes in meshes or all_sizes(task.hardware.count, task.fixed.mesh, tokens=tokens):
             obstacle = find_obstacle(self.estimator, task, sizes)
             if obstacle is None:
                 usable.append(sizes)
