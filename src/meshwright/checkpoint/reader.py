@@ -153,8 +153,11 @@ class CheckpointReader:
         arrays, sums = restored or (None, {})
         problem = None if error is None else [isinstance(error, DamagedCheckpoint), error.why]
         results = gather([problem, sums])
-        for process_problem, _ in results:
-            self._raise(step, process_problem)
+        # The error of a process, which need not be this one.
+        for damaged, why in (found for found, _ in results if found is not None):
+            if damaged:
+                raise self._damaged(step, why)
+            raise UserError(f"the checkpoint {self.folder / str(step)} cannot be read", why=why)
         parts = [{n: ArraySum.from_json(s) for n, s in own.items()} for _, own in results]
         self._compare(step, merge_sums(parts))
         return arrays
@@ -206,15 +209,6 @@ class CheckpointReader:
             except Exception as error:
                 failures.append(reading_error(self.folder, step, error, what))
         return None, failures[0]
-
-    def _raise(self, step: int, problem: Any) -> None:
-        """Raise the error of a process, which need not be this one."""
-        if problem is None:
-            return
-        damaged, why = problem
-        if damaged:
-            raise self._damaged(step, why)
-        raise UserError(f"the checkpoint {self.folder / str(step)} cannot be read", why=why)
 
     def _damaged(self, step: int, problem: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(self.folder, Damage(step, problem))

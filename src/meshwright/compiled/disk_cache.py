@@ -226,12 +226,8 @@ def load_facts(key: str) -> ProgramFacts | None:
     content = load_content(f"{key}{_ENDING}")
     try:
         values = json.loads(content or b"")
-        memory = values["memory"]
-        return ProgramFacts(
-            values["partitioned"],
-            values["optimized"],
-            None if memory is None else MemoryUse(**memory),
-        )
+        memory = values["memory"] and MemoryUse(**values["memory"])
+        return ProgramFacts(**{**values, "memory": memory})
     except (ValueError, KeyError, TypeError):
         return None
 
