@@ -285,14 +285,9 @@ class Stages:
     @cached_property
     def _evaluator(self) -> Evaluator:
         where, mesh = self.where, self.where.view
-        draws = [] if where.draws is None else [where.draws.draw]
+        first = [*([] if where.draws is None else [where.draws.draw]), WithinStage(mesh)]
         return mesh_evaluator(
-            mesh,
-            self.uses,
-            where.remat,
-            where.layouts,
-            wide=where.wide,
-            first=[*draws, WithinStage(mesh)],
+            mesh, self.uses, where.remat, where.layouts, wide=where.wide, first=first
         )
 
 

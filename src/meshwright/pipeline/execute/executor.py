@@ -92,17 +92,15 @@ class StageExecutor:
     def _start(self) -> TickCarry:
         """Return the state before the first tick: empty slots and sums of zero."""
         work, slots = self.work, self.slots
-        sums = self.constrain(work.zero_sums())
         message, gradient = work.message_shapes, work.gradient_shapes
-        arrived = zeros_like_shapes(message)
         cuts = work.cut_shapes if slots.splits_backward else BackwardMessage([], None)
         return TickCarry(
             inbox=empty_slots(message, slots.num_activations),
             gradients=empty_slots(gradient, slots.num_gradients),
             saved=empty_slots(work.vjp.saved_shapes, slots.num_saved),
             cuts=empty_slots(cuts, slots.num_cuts),
-            sums=sums,
-            arrived=arrived,
+            sums=self.constrain(work.zero_sums()),
+            arrived=zeros_like_shapes(message),
             arrived_back=zeros_like_shapes(gradient),
         )
 
@@ -193,16 +191,9 @@ class StageExecutor:
             return sums, cuts, gradient
 
         embed_reads = self.functions.embed_reads
-        sums, cuts, gradient = self.order.when(
-            TickOp.BACKWARD,
-            op.microbatch >= 0,
-            run,
-            (
-                self._block_sums(carry, embed_reads if self._nests else ()),
-                carry.cuts,
-                carry.arrived_back,
-            ),
-        )
+        before = self._block_sums(carry, embed_reads if self._nests else ())
+        now = (before, carry.cuts, carry.arrived_back)
+        sums, cuts, gradient = self.order.when(TickOp.BACKWARD, op.microbatch >= 0, run, now)
         carry = self._with_block_sums(replace(carry, cuts=cuts), sums)
         if not self._nests:
             sums = self._embed_gradient(self._block_sums(carry, embed_reads), gradient, row)

@@ -93,16 +93,11 @@ class StageWork(StageForward):
 
     def zero_sums(self) -> StageSums:
         """Return the initial sums."""
-        losses = zeros_like_shapes(self._losses_shape())
+        block = {n: a[: self.shape.num_chunks] for n, a in self.values.weights.items()}
         return StageSums(
-            weights=[
-                zeros_for_sums(
-                    {n: a[: self.shape.num_chunks] for n, a in self.values.weights.items()}
-                )
-                for _ in range(self.num_blocks)
-            ],
+            weights=[zeros_for_sums(block) for _ in range(self.num_blocks)],
             outer=zeros_for_sums(self.values.outer),
-            losses=losses,
+            losses=zeros_like_shapes(self._losses_shape()),
             changing=dict(self.values.changing),
         )
 
