@@ -213,14 +213,8 @@ class Estimator:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
         sharded = (*map(plan.size, MODEL_AXES), plan.size(CONTEXT), plan.sharding.zero)
-        key = (
-            case.variant,
-            plan.precision,
-            blocks_of(plan),
-            sharded,
-            plan.batch.micro_batch_size,
-            chip,
-        )
+        program = (case.variant, plan.precision, blocks_of(plan), plan.batch.micro_batch_size)
+        key = (*program, sharded, chip)
         if key not in self._seconds:
             rate = chip.peak_of(DTYPES[plan.precision]) * chip.product_share
             works = self._works(case)

@@ -180,13 +180,9 @@ class ModelStates:
             # Whether stacks are treated like their blocks does not depend on their padding.
             stacks = sorted((s.leaf.path, sorted(s.sources)) for s in params if s.stacked)
             alike = next((known for paths, known in self._alike if paths == stacks), None)
+            placed = [placements[n] for n in own]
             flat = FlatOptimizer(
-                self._optimizer,
-                layout,
-                [placements[n] for n in own],
-                sizes,
-                stacks_alike=alike,
-                compared="ends",
+                self._optimizer, layout, placed, sizes, stacks_alike=alike, compared="ends"
             )
             if stacks and alike is None:
                 self._alike.append((stacks, flat.stacks_alike))
