@@ -101,11 +101,8 @@ class CheckpointReader:
     def checksums(self, step: int) -> Checksums:
         """Read the checksums of a checkpoint."""
         path = self.folder / str(step)
-        self._try(
-            step,
-            _ITEMS_FILE,
-            lambda: json.loads((path / _ITEMS_FILE).read_bytes())["item_handlers"],
-        )
+        parts = path / _ITEMS_FILE
+        self._try(step, _ITEMS_FILE, lambda: json.loads(parts.read_bytes())["item_handlers"])
         return self._try(step, CHECKSUMS, lambda: read_checksums(path / CHECKSUMS))
 
     def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:

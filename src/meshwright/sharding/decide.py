@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, BATCH_AXES, CONTEXT, entry_names, resolve_alias
-from meshwright.program.dims.classes import DimClasses, LeafLabel, LeafRole, find_dim_classes
+from meshwright.program.dims.classes import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.kernels.context_attention import find_exchanges
 from meshwright.program.kernels.find_kernels import (
@@ -140,13 +140,11 @@ def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def dim_classes(traced: TracedLoss) -> DimClasses:
     """Find the dim classes of a traced loss."""
-    labels = [LeafLabel(_role(leaf), leaf.path) for leaf in traced.leaves]
+    labels = [
+        LeafLabel("frozen" if leaf.is_frozen else leaf.role, leaf.path) for leaf in traced.leaves
+    ]
     labels += [LeafLabel("batch", leaf.path) for leaf in traced.batch]
     return find_dim_classes(traced.closed, labels)
-
-
-def _role(leaf: Leaf) -> LeafRole:
-    return "frozen" if leaf.is_weight and leaf.role == "state" else leaf.role
 
 
 def place_leaves(

@@ -344,16 +344,10 @@ class TrainingRun:
         )
 
     def _make_limits(self, interrupt: Interrupt) -> Limits:
-        duration, steps = self._duration, self._steps
-        if duration.epochs is not None and steps is not None:
+        steps, by_epochs = self._steps, self._duration.epochs is not None
+        if by_epochs and steps is not None:
             steps -= count_batches(self._progress.left_out)
-        return Limits(
-            steps,
-            duration.seconds,
-            self._callbacks,
-            interrupt,
-            whole_data=duration.epochs is not None,
-        )
+        return Limits(steps, self._duration.seconds, self._callbacks, interrupt, by_epochs)
 
     def _make_evaluator(self) -> Evaluator | RewardEvaluator | None:
         asked, ema = self._asked, self._trainer.eval_ema

@@ -122,14 +122,8 @@ def _with_microbatches(plan: Plan, mesh: dict[str, int], replicas: int, count: i
         gradient_accumulation_steps=count,
         sync_gradients_every=count if once else old.sync_gradients_every,
     )
-    return Plan.parse(
-        {
-            **dict(plan),
-            "mesh": mesh,
-            "batch": batch,
-            "num_microbatches": count if whole else plan.num_microbatches,
-        }
-    )
+    flushed = count if whole else plan.num_microbatches
+    return Plan.parse({**dict(plan), "mesh": mesh, "batch": batch, "num_microbatches": flushed})
 
 
 def fewer_processes_note(plan: Plan) -> str:
