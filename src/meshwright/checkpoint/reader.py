@@ -161,25 +161,22 @@ class CheckpointReader:
 
     def read(self, step: int, paths: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
         """Read some arrays of a checkpoint, by group and path, as NumPy arrays, and check them."""
-        arrays: dict[str, dict[str, NDArray[Any]]] = self._try(
-            step, STATE, lambda: self._read_numpy(step, paths)
+        wanted = ocp.args.PyTreeRestore(
+            item={group: dict.fromkeys(names, 0) for group, names in paths.items()},
+            restore_args={
+                group: {name: ocp.RestoreArgs(np.ndarray) for name in names}
+                for group, names in paths.items()
+            },
+            partial_restore=True,
         )
+
+        def read() -> Any:
+            with self._checkpointer(ocp.PyTreeCheckpointHandler) as reader:
+                return reader.restore(self.folder / str(step) / STATE, args=wanted)
+
+        arrays: dict[str, dict[str, NDArray[Any]]] = self._try(step, STATE, read)
         self._compare(step, sums_of(arrays))
         return arrays
-
-    def _read_numpy(self, step: int, paths: Mapping[str, Sequence[str]]) -> Any:
-        with self._checkpointer(ocp.PyTreeCheckpointHandler) as reader:
-            return reader.restore(
-                self.folder / str(step) / STATE,
-                args=ocp.args.PyTreeRestore(
-                    item={group: dict.fromkeys(names, 0) for group, names in paths.items()},
-                    restore_args={
-                        group: {name: ocp.RestoreArgs(np.ndarray) for name in names}
-                        for group, names in paths.items()
-                    },
-                    partial_restore=True,
-                ),
-            )
 
     def _checkpointer(self, handler: Callable[..., Any]) -> Any:
         return ocp.Checkpointer(

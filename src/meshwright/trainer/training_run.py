@@ -258,7 +258,8 @@ class TrainingRun:
     @property
     def _skipped(self) -> int:
         """Steps of this run that were skipped."""
-        return self._progress.skipped - self._restoring.skipped_before
+        point = self._restoring.point
+        return self._progress.skipped - (0 if point is None else point.metadata.skipped)
 
     def _result(self, state: TrainState, seconds: float) -> FitResult:
         progress, hf_files = self._progress, self._start.hf_files

@@ -61,11 +61,6 @@ class Restoring:
         """Steps done before this run."""
         return self.start.steps if self.point is None else self.point.step
 
-    @property
-    def skipped_before(self) -> int:
-        """Steps among them that were skipped."""
-        return 0 if self.point is None else self.point.metadata.skipped
-
     def check(self) -> list[str]:
         """Refuse a checkpoint of another run or model; return accepted changes as warnings."""
         point, plan = self.point, self.assembled.plan
