@@ -18,12 +18,7 @@ from meshwright.sharding.tensor_candidates import (
     parts_along,
     reduced_together,
 )
-from meshwright.sharding.tensor_explain import (
-    Rejection,
-    TensorRole,
-    why_placed,
-    why_whole,
-)
+from meshwright.sharding.tensor_explain import Rejection, TensorRole, why_placed, why_whole
 
 SUBSTITUTE_COST = 3
 """A dim class that the axis does not divide is replaced by another only if that one communicates
