@@ -56,32 +56,29 @@ class _AfterForward:
     head: HeadGradient | None
 
 
+@dataclass(eq=False)
 class StageExecutor:
     """Runs the ticks of one stage, inside a `jax.shard_map` over the pipe axis.
 
     ``scale`` is a factor on the loss, for half precision; ``constrain`` fixes the sums' sharding.
     """
 
-    def __init__(
-        self,
-        functions: StageFunctions,
-        values: StageValues,
-        shape: Shape,
-        slots: SlotCounts,
-        *,
-        platform: str,
-        scale: Array | None,
-        constrain: Callable[[StageSums], StageSums],
-    ) -> None:
-        self.functions, self.shape, self.slots = functions, shape, slots
-        self.platform, self.constrain = platform, constrain
-        self.order = ExchangeOrder(platform)
-        self.work = StageWork(functions, values, shape, scale)
+    functions: StageFunctions
+    values: StageValues
+    shape: Shape
+    slots: SlotCounts
+    platform: str
+    scale: Array | None
+    constrain: Callable[[StageSums], StageSums]
+
+    def __post_init__(self) -> None:
+        self.order = ExchangeOrder(self.platform)
+        self.work = StageWork(self.functions, self.values, self.shape, self.scale)
         # Head and embedding run inside their pass, so that ticks without one need not ask whether
         # they run. On CPUs, a flag that follows a loop keeps exchanges in order, so they come after
         # the pass there, unless a stage is a single device and exchanges nothing within itself.
-        single = jax.sharding.get_abstract_mesh().size == shape.num_stages
-        self._nests = platform != "cpu" or single
+        single = jax.sharding.get_abstract_mesh().size == self.shape.num_stages
+        self._nests = self.platform != "cpu" or single
 
     def run(self, rows: TickRow) -> StageSums:
         """Execute every row of the table and return this stage's sums."""

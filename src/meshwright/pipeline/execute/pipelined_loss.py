@@ -41,6 +41,7 @@ _StageResults = tuple[LeafValues, LeafValues, Losses, LeafValues]
 """Gradients of the stacks, the outer weights' sums on each device, losses, and new block state."""
 
 
+@dataclass(eq=False)
 class PipelinedLoss:
     """A loss and its gradients, computed by stages that work on different microbatches.
 
@@ -49,24 +50,21 @@ class PipelinedLoss:
     device, if each device sums its gradients until the end of the step.
     """
 
-    def __init__(
-        self,
-        cut: BlockCut,
-        where: StageContext,
-        schedule: Schedule,
-        num_microbatches: int,
-        sums: Sequence[PartitionSpec],
-        gradients: Sequence[Placement],
-        per_device: BlockCut | None = None,
-    ) -> None:
-        self.cut, self.where, self.schedule = cut, where, schedule
-        self.num_microbatches = num_microbatches
+    cut: BlockCut
+    where: StageContext
+    schedule: Schedule
+    num_microbatches: int
+    sums: Sequence[PartitionSpec]
+    gradients: Sequence[Placement]
+    per_device: BlockCut | None = None
+
+    def __post_init__(self) -> None:
+        cut, where, chunks = self.cut, self.where, self.schedule.num_chunks
         self.num_stages = where.mesh.shape[PIPE]
-        self.division = divide_blocks(cut.num_blocks, self.num_stages, schedule.num_chunks)
-        self._cut = per_device or cut
+        self.division = divide_blocks(cut.num_blocks, self.num_stages, chunks)
+        self._cut = self.per_device or cut
         self._stages = Stages(self._cut, where, self.division)
-        self._sums = list(sums)
-        self._outer = OuterSums(where.mesh, where.batch_axes, sums, gradients)
+        self._outer = OuterSums(where.mesh, where.batch_axes, self.sums, self.gradients)
 
     def __call__(
         self, leaves: Sequence[Array], microbatches: Sequence[Array], scale: Array | None = None
@@ -168,7 +166,7 @@ class PipelinedLoss:
         inside = jax.sharding.get_abstract_mesh()
 
         def place(value: Array, number: int) -> Array:
-            return lax.with_sharding_constraint(value, NamedSharding(inside, self._sums[number]))
+            return lax.with_sharding_constraint(value, NamedSharding(inside, self.sums[number]))
 
         numbers = {row.position: row.stack.number for row in self._cut.inputs_of("weight")}
         weights = [
