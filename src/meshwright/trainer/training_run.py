@@ -74,7 +74,7 @@ from meshwright.trainer.starting.start import Start
 from meshwright.trainer.starting.step_key import step_key
 from meshwright.trainer.trained.base_weights import keep_base
 from meshwright.trainer.trained.fit_result import FitResult
-from meshwright.trainer.trained.text_sample import TextSample, generate_sample
+from meshwright.trainer.trained.text_sample import generate_sample
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
 from meshwright.weights.kept import HF_FOLDER
 
@@ -104,7 +104,9 @@ class TrainingRun:
         self._context = CallbackContext(self._assembled)
         self._callbacks = Callbacks(asked.callbacks, self._context)
         # A folder that cannot be read is refused before training.
-        self._ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
+        ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
+        self._sample = partial(generate_sample, asked, self._assembled, ends=ends)
+        self._estimator = partial(estimator_for, trainer, batch)
         check_early_stopping(asked, programs)
         check_tracking(asked.tracking, self._run_dir)
         self._steps = _count_steps(self._duration, self._data, self._plan)
@@ -291,9 +293,6 @@ class TrainingRun:
             **attempts_so_far(seconds),
         )
 
-    def _sample(self, state: TrainState) -> TextSample | None:
-        return generate_sample(self._asked, self._assembled, state, self._ends)
-
     def _make_loop(
         self, compiled: CompiledStep, log: RunLog, checkpointer: Checkpointer, interrupt: Interrupt
     ) -> Loop:
@@ -373,9 +372,6 @@ class TrainingRun:
             make_estimator=self._estimator,
             resumable=lambda: self._asked.saves and newest_checkpoint(self._run_dir) is not None,
         )
-
-    def _estimator(self) -> Any:
-        return estimator_for(self._trainer, self._batch)
 
     @cached_property
     def _work(self) -> Work:
