@@ -101,11 +101,8 @@ class CheckpointReader:
     def checksums(self, step: int) -> Checksums:
         """Read the checksums of a checkpoint."""
         path = self.folder / str(step)
-        self._try(
-            step,
-            _ITEMS_FILE,
-            lambda: json.loads((path / _ITEMS_FILE).read_bytes())["item_handlers"],
-        )
+        parts = path / _ITEMS_FILE
+        self._try(step, _ITEMS_FILE, lambda: json.loads(parts.read_bytes())["item_handlers"])
         return self._try(step, CHECKSUMS, lambda: read_checksums(path / CHECKSUMS))
 
     def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -153,33 +150,33 @@ class CheckpointReader:
         arrays, sums = restored or (None, {})
         problem = None if error is None else [isinstance(error, DamagedCheckpoint), error.why]
         results = gather([problem, sums])
-        for process_problem, _ in results:
-            self._raise(step, process_problem)
+        # The error of a process, which need not be this one.
+        for damaged, why in (found for found, _ in results if found is not None):
+            if damaged:
+                raise self._damaged(step, why)
+            raise UserError(f"the checkpoint {self.folder / str(step)} cannot be read", why=why)
         parts = [{n: ArraySum.from_json(s) for n, s in own.items()} for _, own in results]
         self._compare(step, merge_sums(parts))
         return arrays
 
     def read(self, step: int, paths: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
         """Read some arrays of a checkpoint, by group and path, as NumPy arrays, and check them."""
-        arrays: dict[str, dict[str, NDArray[Any]]] = self._try(
-            step, STATE, lambda: self._read_numpy(step, paths)
+        wanted = ocp.args.PyTreeRestore(
+            item={group: dict.fromkeys(names, 0) for group, names in paths.items()},
+            restore_args={
+                group: {name: ocp.RestoreArgs(np.ndarray) for name in names}
+                for group, names in paths.items()
+            },
+            partial_restore=True,
         )
+
+        def read() -> Any:
+            with self._checkpointer(ocp.PyTreeCheckpointHandler) as reader:
+                return reader.restore(self.folder / str(step) / STATE, args=wanted)
+
+        arrays: dict[str, dict[str, NDArray[Any]]] = self._try(step, STATE, read)
         self._compare(step, sums_of(arrays))
         return arrays
-
-    def _read_numpy(self, step: int, paths: Mapping[str, Sequence[str]]) -> Any:
-        with self._checkpointer(ocp.PyTreeCheckpointHandler) as reader:
-            return reader.restore(
-                self.folder / str(step) / STATE,
-                args=ocp.args.PyTreeRestore(
-                    item={group: dict.fromkeys(names, 0) for group, names in paths.items()},
-                    restore_args={
-                        group: {name: ocp.RestoreArgs(np.ndarray) for name in names}
-                        for group, names in paths.items()
-                    },
-                    partial_restore=True,
-                ),
-            )
 
     def _checkpointer(self, handler: Callable[..., Any]) -> Any:
         return ocp.Checkpointer(
@@ -206,15 +203,6 @@ class CheckpointReader:
             except Exception as error:
                 failures.append(reading_error(self.folder, step, error, what))
         return None, failures[0]
-
-    def _raise(self, step: int, problem: Any) -> None:
-        """Raise the error of a process, which need not be this one."""
-        if problem is None:
-            return
-        damaged, why = problem
-        if damaged:
-            raise self._damaged(step, why)
-        raise UserError(f"the checkpoint {self.folder / str(step)} cannot be read", why=why)
 
     def _damaged(self, step: int, problem: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(self.folder, Damage(step, problem))

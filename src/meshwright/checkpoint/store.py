@@ -192,18 +192,14 @@ class CheckpointStore:
         with os.scandir(self.folder):
             pass
         loss = loss if loss is not None and math.isfinite(loss) else None
-        self._manager.save(
-            metadata.step,
-            args=ocp.args.Composite(
-                **{
-                    STATE: ocp.args.PyTreeSave(state),
-                    METADATA: ocp.args.JsonSave(values),
-                    CHECKSUMS: ChecksumSave(state, values, loss),
-                }
-            ),
-            metrics=None if loss is None else {"loss": loss},
-            force=True,
-        )
+        parts = {
+            STATE: ocp.args.PyTreeSave(state),
+            METADATA: ocp.args.JsonSave(values),
+            CHECKSUMS: ChecksumSave(state, values, loss),
+        }
+        metrics = None if loss is None else {"loss": loss}
+        args = ocp.args.Composite(**parts)
+        self._manager.save(metadata.step, args=args, metrics=metrics, force=True)
         if is_main():
             # A checkpoint without its checksums would be taken for damaged later.
             read_checksums(self.folder / str(metadata.step) / CHECKSUMS)

@@ -225,13 +225,9 @@ def load_facts(key: str) -> ProgramFacts | None:
     """Return what was kept under a key; None if nothing was, or it cannot be read."""
     content = load_content(f"{key}{_ENDING}")
     try:
-        values = json.loads(content or b"")
-        memory = values["memory"]
-        return ProgramFacts(
-            values["partitioned"],
-            values["optimized"],
-            None if memory is None else MemoryUse(**memory),
-        )
+        values: dict[str, Any] = json.loads(content or b"")
+        values["memory"] = values["memory"] and MemoryUse(**values["memory"])
+        return ProgramFacts(**values)
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,11 +195,6 @@ def explain_shortage(
     """Return the error for a device that is out of memory, with what is known of the program."""
     what = f"{shortage.sentence} while {doing}"
     return OutOfMemory(what, why="\n".join([*lines, f"JAX says: {shortage.text}"]), fix=fix)
-
-
-def telling_shortage(doing: str, *, fix: str = "") -> AbstractContextManager[None]:
-    """Turn JAX's exception about memory into one message."""
-    return explaining_shortage(lambda shortage: tell_shortage(shortage, doing, fix))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 import typing
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,9 +109,7 @@ def check_mesh_axis(mesh: Mesh, axis: str, fix: str = "") -> None:
 
 def check_same_kind(devices: Sequence[Device]) -> None:
     """Refuse a mesh of different kinds of device, which would run at the pace of the slowest."""
-    kinds: dict[str, int] = {}
-    for device in devices:
-        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    kinds = Counter[str](device.device_kind for device in devices)
     if len(kinds) > 1:
         counts = ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items()))
         largest = max(kinds, key=lambda kind: kinds[kind])

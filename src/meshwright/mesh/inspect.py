@@ -91,7 +91,10 @@ def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
         tree, is_leaf=lambda node: _is_flax(node, "Variable")
     )
     return [
-        (jax.tree_util.keystr(path, simple=True, separator="."), _value(leaf))
+        (
+            jax.tree_util.keystr(path, simple=True, separator="."),
+            jax.tree.leaves(leaf)[0] if _is_flax(leaf, "Variable") else leaf,
+        )
         for path, leaf in leaves
     ]
 
@@ -100,10 +103,6 @@ def _is_flax(value: Any, kind: str) -> bool:
     """Whether a value is an instance of an NNX class, without importing Flax to find out."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, getattr(nnx, kind))
-
-
-def _value(leaf: Any) -> Any:
-    return jax.tree_util.tree_leaves(leaf)[0] if _is_flax(leaf, "Variable") else leaf
 
 
 def _record(path: str, leaf: Any) -> ShardingRecord:

@@ -69,11 +69,9 @@ class PipelineReport:
 
     def summary(self) -> str:
         """Return the pipeline in one line."""
-        count = counted(self.num_microbatches, "microbatch", "microbatches")
-        chunks = self.num_chunks
-        pieces = f" × {chunks} chunks" if chunks > 1 else ""
+        pieces = f" × {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         return (
-            f"pipeline: {self.schedule} with {count} on "
+            f"pipeline: {self.schedule} with {counted(self.num_microbatches, 'microbatch')} on "
             f"{len(self.stages)} stages{pieces}; {self.waiting()}"
         )
 

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from meshwright.compiled.compile_program import quick_options
-from meshwright.compiled.memory import telling_shortage
+from meshwright.compiled.memory import explaining_shortage, tell_shortage
 from meshwright.config.argument_checks import (
     check_clip_norm,
     check_count,
@@ -150,7 +150,8 @@ def verify(
     with show_on_terminal(), jax.enable_x64(False):
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
-        with telling_shortage("comparing the mesh with one device", fix=_smaller()):
+        doing = "comparing the mesh with one device"
+        with explaining_shortage(functools.partial(tell_shortage, doing=doing, fix=_smaller())):
             proof = _Proof(
                 model, loss, plan, global_batches, optimizer=optimizer, clip_norm=clip_norm,
                 seed=seed, trainable=trainable, devices=devices, guarded=guarded,

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, BATCH_AXES, CONTEXT, entry_names, resolve_alias
-from meshwright.program.dims.classes import DimClasses, LeafLabel, LeafRole, find_dim_classes
+from meshwright.program.dims.classes import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.kernels.context_attention import find_exchanges
 from meshwright.program.kernels.find_kernels import (
@@ -140,13 +140,11 @@ def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def dim_classes(traced: TracedLoss) -> DimClasses:
     """Find the dim classes of a traced loss."""
-    labels = [LeafLabel(_role(leaf), leaf.path) for leaf in traced.leaves]
+    labels = [
+        LeafLabel("frozen" if leaf.is_frozen else leaf.role, leaf.path) for leaf in traced.leaves
+    ]
     labels += [LeafLabel("batch", leaf.path) for leaf in traced.batch]
     return find_dim_classes(traced.closed, labels)
-
-
-def _role(leaf: Leaf) -> LeafRole:
-    return "frozen" if leaf.is_weight and leaf.role == "state" else leaf.role
 
 
 def place_leaves(
@@ -163,55 +161,34 @@ def place_leaves(
     leaves that hold blocks of pipeline stages.
     """
     paths = [leaf.path for leaf in traced.layout.leaves]
-    return tuple(
-        _place(
-            step,
-            paths,
-            classes,
-            tensor,
-            sizes,
-            sharding,
-            on_stages=number in staged,
-            over_pipe=bool(staged) and number not in staged,
-        )
-        for number, step in enumerate(traced.layout.step_leaves)
-    )
+    stages, smallest = sizes.get("pipe", 1), sharding.min_shard_size
 
+    def place(step: StepLeaf, *, on_stages: bool) -> Placement:
+        leaf = step.leaf
+        rule = find_rule(sharding.rules, step, paths, stages=stages) if leaf.is_weight else None
+        if rule is not None and rule[1] not in TENSOR_ROLES:
+            if on_stages and not isinstance(rule[1], str):
+                check_on_stages(step, rule[1], by_rule(*rule), stages)
+            return apply_rule(*rule, step, classes, sizes)
+        if rule is not None:
+            placed = apply_rule(*rule, step, classes, sizes)
+        elif leaf.annotation is not None and _names_axes(leaf.annotation):
+            if on_stages:
+                block_spec = leaf.annotation[int(step.stacked) :]
+                check_on_stages(step, block_spec, BY_ANNOTATION, stages)
+            return annotated(leaf, sizes)
+        else:
+            placed = _by_program(leaf, tensor)
+        if leaf.is_weight and sizes.get("fsdp", 1) > 1:
+            # Dim 0 of a stack counts blocks; sharding it would put whole blocks on single devices.
+            keep = int(step.stacked or on_stages)
+            placed = add_fsdp(leaf, placed, size=sizes["fsdp"], smallest=smallest, keep=keep)
+        if leaf.is_weight and staged and not on_stages:
+            placed = add_pipe(leaf, placed, sizes=sizes, smallest=smallest)
+        return placed
 
-def _place(
-    step: StepLeaf,
-    paths: Sequence[str],
-    classes: DimClasses,
-    tensor: TensorChoice,
-    sizes: Mapping[str, int],
-    sharding: ShardingConfig,
-    *,
-    on_stages: bool,
-    over_pipe: bool,
-) -> Placement:
-    leaf, stages = step.leaf, sizes.get("pipe", 1)
-    rule = find_rule(sharding.rules, step, paths, stages=stages) if leaf.is_weight else None
-    if rule is not None and rule[1] not in TENSOR_ROLES:
-        if on_stages and not isinstance(rule[1], str):
-            check_on_stages(step, rule[1], by_rule(*rule), stages)
-        return apply_rule(*rule, step, classes, sizes)
-    if rule is not None:
-        placed = apply_rule(*rule, step, classes, sizes)
-    elif leaf.annotation is not None and _names_axes(leaf.annotation):
-        if on_stages:
-            block_spec = leaf.annotation[int(step.stacked) :]
-            check_on_stages(step, block_spec, BY_ANNOTATION, stages)
-        return annotated(leaf, sizes)
-    else:
-        placed = _by_program(leaf, tensor)
-    smallest = sharding.min_shard_size
-    if leaf.is_weight and sizes.get("fsdp", 1) > 1:
-        # Dim 0 of a stack counts blocks; sharding it would put whole blocks on single devices.
-        keep = int(step.stacked or on_stages)
-        placed = add_fsdp(leaf, placed, size=sizes["fsdp"], smallest=smallest, keep=keep)
-    if leaf.is_weight and over_pipe:
-        placed = add_pipe(leaf, placed, sizes=sizes, smallest=smallest)
-    return placed
+    steps = enumerate(traced.layout.step_leaves)
+    return tuple(place(step, on_stages=number in staged) for number, step in steps)
 
 
 def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:

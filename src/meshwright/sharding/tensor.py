@@ -18,12 +18,7 @@ from meshwright.sharding.tensor_candidates import (
     parts_along,
     reduced_together,
 )
-from meshwright.sharding.tensor_explain import (
-    Rejection,
-    TensorRole,
-    why_placed,
-    why_whole,
-)
+from meshwright.sharding.tensor_explain import Rejection, TensorRole, why_placed, why_whole
 
 SUBSTITUTE_COST = 3
 """A dim class that the axis does not divide is replaced by another only if that one communicates
@@ -89,8 +84,11 @@ def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
 
 
 def _search(candidates: Iterable[Candidate]) -> _Search:
+    groups = defaultdict[Pattern, list[Candidate]](list)
+    for candidate in candidates:
+        groups[candidate.pattern].append(candidate)
     search = _Search()
-    for group in _groups(candidates):
+    for group in sorted(groups.values(), key=_score):
         search.consider(group)
     return search
 
@@ -202,13 +200,6 @@ class _Search:
         if cheaper and 2 * candidate.bytes_of(wanted) >= candidate.cover:
             return max(cheaper, key=lambda other: other.bytes_of(other.kernels & wanted))
         return None
-
-
-def _groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
-    groups = defaultdict[Pattern, list[Candidate]](list)
-    for candidate in candidates:
-        groups[candidate.pattern].append(candidate)
-    return sorted(groups.values(), key=_score)
 
 
 def _score(group: Sequence[Candidate]) -> float:

@@ -100,8 +100,26 @@ def find_candidates(classes: DimClasses, size: int, *, square: bool = False) -> 
     sizes = {factor.id: factor.size for dim in kernel_dims for factor in dim}
     single = [((name, size),) for name in sizes if name not in classes.batch]
     several = [tuple(splits.items()) for splits in _composites(classes, kernel_dims, size)]
-    distinct = dict.fromkeys([*single, *several])
-    return [_candidate(classes, dict(splits), sizes, size, square) for splits in distinct]
+
+    def candidate(splits: Mapping[int, int]) -> Candidate:
+        leaves = [(i, classes.leaves[i]) for i in classes.leaves_with(splits)]
+        touched = [i for i, leaf in leaves if leaf.role in WEIGHTS]
+        placed = {
+            i: dim
+            for i, leaf in leaves
+            if leaf.role != "batch" and (dim := _place(leaf, splits, size, square)) is not None
+        }
+        return Candidate(
+            classes=classes,
+            splits=splits,
+            touched=tuple(touched),
+            placed=placed,
+            cost=classes.traffic(splits),
+            obstacle=_obstacle(classes, splits, sizes, touched, square),
+            pattern=_pattern(classes, splits, touched),
+        )
+
+    return [candidate(dict(splits)) for splits in dict.fromkeys([*single, *several])]
 
 
 def reduced_together(classes: DimClasses, dim: Dim) -> Dim:
@@ -135,31 +153,6 @@ def _composites(classes: DimClasses, dims: Iterable[Dim], size: int) -> Iterator
                 break
         if rest == 1 and len(splits) > 1 and not classes.batch & splits.keys():
             yield splits
-
-
-def _candidate(
-    classes: DimClasses,
-    splits: Mapping[int, int],
-    sizes: Mapping[int, int],
-    size: int,
-    square: bool,
-) -> Candidate:
-    leaves = [(i, classes.leaves[i]) for i in classes.leaves_with(splits)]
-    touched = [i for i, leaf in leaves if leaf.role in WEIGHTS]
-    placed = {
-        i: dim
-        for i, leaf in leaves
-        if leaf.role != "batch" and (dim := _place(leaf, splits, size, square)) is not None
-    }
-    return Candidate(
-        classes=classes,
-        splits=splits,
-        touched=tuple(touched),
-        placed=placed,
-        cost=classes.traffic(splits),
-        obstacle=_obstacle(classes, splits, sizes, touched, square),
-        pattern=_pattern(classes, splits, touched),
-    )
 
 
 def _place(leaf: LeafDims, splits: Mapping[int, int], size: int, square: bool) -> int | None:

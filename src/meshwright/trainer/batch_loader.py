@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -24,7 +25,11 @@ AHEAD = MAX_IN_FLIGHT + 1
 Range = Sequence[int]
 """The first and the last of some batches, both included."""
 
+Numbered = tuple[int, Any]
+"""A batch with its number."""
 
+
+@dataclass
 class BatchLoader:
     """Loads the batches of a run, one per step, onto the devices.
 
@@ -32,24 +37,18 @@ class BatchLoader:
     spent waiting for batches.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        *,
-        batch_size: int,
-        sharding: NamedSharding,
-        workers: int = 0,
-        prefetch: int = 4,
-        like: BatchForm | None = None,
-    ) -> None:
-        self.data = data
-        self.waited = 0.0
-        self._batch_size = batch_size
-        self._sharding = sharding
-        self._workers, self._prefetch = workers, prefetch
-        self._rows = local_rows(sharding, batch_size)
-        own = batch_size if self._rows is None else len(self._rows)
-        self._like = None if like is None else like.with_samples(own)
+    data: Data
+    batch_size: int
+    sharding: NamedSharding
+    workers: int = 0
+    prefetch: int = 4
+    like: BatchForm | None = None
+    waited: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._rows = local_rows(self.sharding, self.batch_size)
+        own = self.batch_size if self._rows is None else len(self._rows)
+        self._like = None if self.like is None else self.like.with_samples(own)
 
     @contextmanager
     def open(
@@ -62,12 +61,12 @@ class BatchLoader:
         """
         loaded = load_batches(
             self.data,
-            batch_size=self._batch_size,
+            batch_size=self.batch_size,
             start=start,
             stop=stop,
             rows=self._rows,
-            workers=self._workers,
-            prefetch=self._prefetch,
+            workers=self.workers,
+            prefetch=self.prefetch,
         )
         try:
             yield self._placed(self._named(loaded, start, stop, on_end), start)
@@ -103,7 +102,7 @@ class BatchLoader:
                 return
             for hook in batch_hooks:
                 batch = hook(number, batch)
-            yield place_batch(batch, self._sharding, self._batch_size, self._rows)
+            yield place_batch(batch, self.sharding, self.batch_size, self._rows)
 
     def _all_have(self, batch: Any) -> bool:
         """Whether all processes have a batch; data of unknown size may end earlier in one."""
@@ -115,6 +114,7 @@ class BatchLoader:
             return agree(batch is not None, "all")
 
 
+@dataclass
 class BatchFeed:
     """Feeds one batch to each step, and again to steps that changed nothing.
 
@@ -122,19 +122,14 @@ class BatchFeed:
     it went back. ``end_of_data`` is called with the last step that has a batch.
     """
 
-    def __init__(
-        self,
-        loader: BatchLoader,
-        left_out: list[list[int]],
-        end_of_data: Callable[[int], object] = lambda _: None,
-    ) -> None:
-        self._loader, self._end_of_data = loader, end_of_data
-        self.left_out = left_out
-        self._recent: deque[tuple[int, Any]] = deque(maxlen=MAX_IN_FLIGHT + 1)
-        self._again: deque[tuple[int, Any]] = deque()
-        self._stack = ExitStack()
-        self._stream: Iterator[Any] | None = None
-        self._ends: int | None = None
+    loader: BatchLoader
+    left_out: list[list[int]]
+    end_of_data: Callable[[int], object] = lambda _: None
+    _recent: deque[Numbered] = field(default_factory=lambda: deque(maxlen=MAX_IN_FLIGHT + 1))
+    _again: deque[Numbered] = field(default_factory=deque[Numbered])
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _stream: Iterator[Any] | None = None
+    _ends: int | None = None
 
     @contextmanager
     def open(self, done: int, last: int | None) -> Generator[None]:
@@ -148,7 +143,7 @@ class BatchFeed:
     @property
     def waited(self) -> float:
         """Seconds spent waiting for batches."""
-        return self._loader.waited
+        return self.loader.waited
 
     def number(self, step: int) -> int:
         """Return the number of the batch that a step gets."""
@@ -188,9 +183,9 @@ class BatchFeed:
         self._ends = None if last is None else self.number(last + 1)
 
         def tell(end: int) -> None:
-            self._end_of_data(end - count_batches(self.left_out))
+            self.end_of_data(end - count_batches(self.left_out))
 
-        self._stream = self._stack.enter_context(self._loader.open(number, self._ends, tell))
+        self._stream = self._stack.enter_context(self.loader.open(number, self._ends, tell))
 
 
 def count_batches(ranges: Sequence[Range]) -> int:

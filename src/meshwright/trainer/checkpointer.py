@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.checkpoint import FOLDER
@@ -50,6 +50,7 @@ class Checkpointer:
         """Close after a failure; a save in progress is still completed."""
 
 
+@dataclass
 class BackgroundCheckpointer(Checkpointer):
     """Saves checkpoints in the background.
 
@@ -57,25 +58,19 @@ class BackgroundCheckpointer(Checkpointer):
     save fails, the run fails. ``last_saved`` is the step of the newest checkpoint in the folder.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        form: CanonicalForm,
-        metadata: Callable[[int], CheckpointMetadata],
-        *,
-        every: int,
-        last_saved: int | None,
-        log_event: LogEvent,
-    ) -> None:
-        self._store, self._form, self._metadata = store, form, metadata
-        self._every, self._last_saved, self._log_event = every, last_saved, log_event
-        self._blocked: dict[int, dict[str, float]] = {}
-        self._not_finite: StateNotFinite | None = None
-        self._failed: Saved | None = None
+    store: CheckpointStore
+    form: CanonicalForm
+    metadata: Callable[[int], CheckpointMetadata]
+    every: int
+    last_saved: int | None
+    log_event: LogEvent
+    _blocked: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    _not_finite: StateNotFinite | None = None
+    _failed: Saved | None = None
 
     def due(self, step: int) -> bool:
         """Whether the step is a multiple of ``every``."""
-        return step % self._every == 0
+        return step % self.every == 0
 
     def save(self, state: TrainState, step: int, *, loss: float | None) -> bool:
         """Copy the state and start writing it in the background.
@@ -83,24 +78,24 @@ class BackgroundCheckpointer(Checkpointer):
         Waits for the save before it first, whose copy of the state makes room for this one.
         """
         self.poll()
-        if step == self._last_saved:
+        if step == self.last_saved:
             return False
         started = time.perf_counter()
-        previous = self._store.wait()
+        previous = self.store.wait()
         waited = time.perf_counter()
-        snapshot = self._form.snapshot(state)
-        self._store.save(snapshot.arrays, self._metadata(step), loss=loss, finite=snapshot.finite)
+        snapshot = self.form.snapshot(state)
+        self.store.save(snapshot.arrays, self.metadata(step), loss=loss, finite=snapshot.finite)
         blocked = time.perf_counter() - started
         self._blocked[step] = {"blocked_seconds": blocked, "waited_seconds": waited - started}
         self._log_outcome(previous)
         self._raise_failed()
         self._raise_not_finite()
-        self._last_saved = step
+        self.last_saved = step
         return True
 
     def poll(self) -> None:
         """Log the last save if it is complete."""
-        self._log_outcome(self._store.finished())
+        self._log_outcome(self.store.finished())
         # The others need not fail as well: they end with this process.
         self._raise_failed()
         # Several processes finish a save at different times, but must raise at the same step.
@@ -109,23 +104,23 @@ class BackgroundCheckpointer(Checkpointer):
 
     def settle(self) -> None:
         """Wait for the save in progress."""
-        self._log_outcome(self._store.wait())
+        self._log_outcome(self.store.wait())
         self._raise_failed()
 
     def finish(self) -> None:
         """Wait for the last save; if it failed, the run fails."""
-        self._log_outcome(self._store.close())
+        self._log_outcome(self.store.close())
         self._raise_failed()
         self._raise_not_finite()
 
     def abandon(self) -> None:
         """Wait for the save in progress, and log its outcome."""
         earlier, self._failed = self._failed, None
-        self._log_outcome(self._store.close())
+        self._log_outcome(self.store.close())
         if self._failed is not None and earlier is None:
             step, reason = self._failed.step, self._failed.reason
             message = f"step {step} could not be saved: {reason}"
-            self._log_event("warning", step, message, {})
+            self.log_event("warning", step, message, {})
 
     def _raise_failed(self) -> None:
         """End the run, which would otherwise continue without a checkpoint to return to."""
@@ -154,7 +149,7 @@ class BackgroundCheckpointer(Checkpointer):
             )
             if blocked["waited_seconds"] >= MENTIONED_SECONDS:
                 text += f", {blocked['waited_seconds']:.3f} s of it for the save before it"
-            self._log_event("checkpoint", saved.step, text, {"seconds": saved.seconds, **blocked})
+            self.log_event("checkpoint", saved.step, text, {"seconds": saved.seconds, **blocked})
         else:
             self._failed = saved
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.errors import EnvironmentProblem, Setting
@@ -25,26 +26,21 @@ logger = logging.getLogger("meshwright.trainer")
 _numbers = itertools.count()
 
 
+@dataclass
 class Limits:
     """Decides when a run ends, identically in every process; process 0 has the clock.
 
     With ``whole_data``, the run is complete when the data ends.
     """
 
-    def __init__(
-        self,
-        steps: int | None,
-        seconds: float | None,
-        callbacks: Callbacks,
-        interrupt: Interrupt | None = None,
-        *,
-        whole_data: bool = False,
-    ) -> None:
-        self.steps, self.whole_data = steps, whole_data
-        self._interrupt = interrupt or Interrupt()
-        self.seconds = seconds
-        self._callbacks = callbacks
-        self._together = StopTogether(self._interrupt) if process_count() > 1 else None
+    steps: int | None
+    seconds: float | None
+    callbacks: Callbacks
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    whole_data: bool = False
+
+    def __post_init__(self) -> None:
+        self._together = StopTogether(self.interrupt) if process_count() > 1 else None
         self._started = time.monotonic()
 
     @contextmanager
@@ -64,7 +60,7 @@ class Limits:
     @property
     def urgent(self) -> bool:
         """Whether to call `stop` at once; several processes agree in `before_step`."""
-        return process_count() == 1 and bool(self._interrupt.reason)
+        return process_count() == 1 and bool(self.interrupt.reason)
 
     def before_step(self, step: int) -> Stop | None:
         """Return why not to begin this step; the same in every process."""
@@ -85,11 +81,11 @@ class Limits:
         return next((each for each in stops if each.interrupted), next(iter(stops), None))
 
     def _signalled(self) -> Stop | None:
-        reason = self._interrupt.reason
+        reason = self.interrupt.reason
         return Stop(StopReason.SIGNAL, reason) if reason else None
 
     def _asked(self) -> Stop | None:
-        reason = self._callbacks.should_stop()
+        reason = self.callbacks.should_stop()
         return Stop(StopReason.CALLBACK, reason) if reason else None
 
     def _out_of_time(self) -> Stop | None:
@@ -185,9 +181,7 @@ class StopTogether:
                 return
             with self._changed:
                 self._published = True
-                begun = self._begun
-                end = self._end
-            answer = json.dumps([begun, end])
+                answer = json.dumps([self._begun, self._end])
             self._client.key_value_set(f"{self._prefix}/begun/{process_index()}", answer)
             last = self._wait_for_others(signalled=bool(reason))
         except RuntimeError:

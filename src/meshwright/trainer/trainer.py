@@ -21,12 +21,7 @@ from meshwright.runtime.interrupt import current_interrupt
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.tracking.setup import shown_activities
 from meshwright.trainer.callbacks import Callback
-from meshwright.trainer.fit_settings import (
-    FitSettings,
-    read_callbacks,
-    read_duration,
-    read_resume,
-)
+from meshwright.trainer.fit_settings import read_callbacks, read_duration, read_resume
 from meshwright.trainer.from_config import read_config
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.starting.continuing import raise_interrupted, restored_result
@@ -177,7 +172,23 @@ class Trainer(SteppingTrainer):
             tracking=tracking,
             progress=progress,
         )
-        return self._fit(asked, data, batch_size, eval_data, assembled)
+        if assembled is not None:
+            fix = "write the result of trainer.assemble(batch)"
+            check_kind("assembled", assembled, Assembled, fix)
+        self._settle()
+        asked, first = read_fit_data(self, self._memory, asked, data, batch_size, eval_data)
+        if asked.resume == "never":
+            self._memory.result = None
+        with shown_activities(asked.run_dir, asked.progress):
+            programs = self._programs(first, assembled)
+            start = find_start(self, asked, programs, self._memory.result)
+            run = TrainingRun(self, asked, programs, first, start)
+            result = self._memory.result = run.run()
+        # A command reports the end of its run itself.
+        if current_interrupt() is None:
+            warn_of_end(result, start.steps, asked, form_of(first).num_samples)
+            raise_interrupted(result)
+        return result
 
     def evaluate(
         self,
@@ -311,32 +322,6 @@ class Trainer(SteppingTrainer):
         batch = resize_batch(first_batch(data, 1), point.metadata.global_batch_size)
         result = restored_result(point, self._programs(batch, None))
         return result if self.task is None else with_rollouts(result, data, self.seed)
-
-    def _fit(
-        self,
-        asked: FitSettings,
-        data: Any,
-        batch_size: int | None,
-        eval_data: Any,
-        assembled: Assembled | None,
-    ) -> FitResult:
-        if assembled is not None:
-            fix = "write the result of trainer.assemble(batch)"
-            check_kind("assembled", assembled, Assembled, fix)
-        self._settle()
-        asked, first = read_fit_data(self, self._memory, asked, data, batch_size, eval_data)
-        if asked.resume == "never":
-            self._memory.result = None
-        with shown_activities(asked.run_dir, asked.progress):
-            programs = self._programs(first, assembled)
-            start = find_start(self, asked, programs, self._memory.result)
-            run = TrainingRun(self, asked, programs, first, start)
-            result = self._memory.result = run.run()
-        # A command reports the end of its run itself.
-        if current_interrupt() is None:
-            warn_of_end(result, start.steps, asked, form_of(first).num_samples)
-            raise_interrupted(result)
-        return result
 
     def _programs(self, batch: Any, assembled: Assembled | None) -> Programs:
         # Of the policy, only whether the step is guarded is part of a program.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
@@ -41,6 +40,7 @@ from meshwright.inputs.checks import (
     check_trainable,
 )
 from meshwright.inputs.user_model import UserModel
+from meshwright.mesh.axes import is_whole
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss
@@ -159,8 +159,7 @@ class TrainerSettings:
 
 def _check_start(seed: Any, weights: Any, init_from: Any, init_patterns: Any) -> None:
     """Check where a run starts from."""
-    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
-    if not whole or not 0 <= seed <= MOST_SEED:
+    if not is_whole(seed) or not 0 <= seed <= MOST_SEED:
         raise wrong_kind("seed", seed, f"write a whole number from 0 to {MOST_SEED}")
     for name, path in {"weights": weights, "init_from": init_from}.items():
         if path is not None:

@@ -74,7 +74,7 @@ from meshwright.trainer.starting.start import Start
 from meshwright.trainer.starting.step_key import step_key
 from meshwright.trainer.trained.base_weights import keep_base
 from meshwright.trainer.trained.fit_result import FitResult
-from meshwright.trainer.trained.text_sample import TextSample, generate_sample
+from meshwright.trainer.trained.text_sample import generate_sample
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
 from meshwright.weights.kept import HF_FOLDER
 
@@ -104,7 +104,9 @@ class TrainingRun:
         self._context = CallbackContext(self._assembled)
         self._callbacks = Callbacks(asked.callbacks, self._context)
         # A folder that cannot be read is refused before training.
-        self._ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
+        ends = [token for token, _ in named_ends(start.hf_files.get)] if asked.recipe else []
+        self._sample = partial(generate_sample, asked, self._assembled, ends=ends)
+        self._estimator = partial(estimator_for, trainer, batch)
         check_early_stopping(asked, programs)
         check_tracking(asked.tracking, self._run_dir)
         self._steps = _count_steps(self._duration, self._data, self._plan)
@@ -258,7 +260,8 @@ class TrainingRun:
     @property
     def _skipped(self) -> int:
         """Steps of this run that were skipped."""
-        return self._progress.skipped - self._restoring.skipped_before
+        point = self._restoring.point
+        return self._progress.skipped - (0 if point is None else point.metadata.skipped)
 
     def _result(self, state: TrainState, seconds: float) -> FitResult:
         progress, hf_files = self._progress, self._start.hf_files
@@ -290,9 +293,6 @@ class TrainingRun:
             **attempts_so_far(seconds),
         )
 
-    def _sample(self, state: TrainState) -> TextSample | None:
-        return generate_sample(self._asked, self._assembled, state, self._ends)
-
     def _make_loop(
         self, compiled: CompiledStep, log: RunLog, checkpointer: Checkpointer, interrupt: Interrupt
     ) -> Loop:
@@ -311,7 +311,7 @@ class TrainingRun:
             self._rollouts.tracker = log.tracker
         feed = BatchFeed(loader, self._progress.left_out, limits.end_of_data)
         recovery = Recovery(
-            trainer,
+            trainer=trainer,
             feed=feed,
             form=self._form,
             recorder=FlightRecorder(self._run_dir, self._assembled, self._metadata.at),
@@ -344,16 +344,10 @@ class TrainingRun:
         )
 
     def _make_limits(self, interrupt: Interrupt) -> Limits:
-        duration, steps = self._duration, self._steps
-        if duration.epochs is not None and steps is not None:
+        steps, by_epochs = self._steps, self._duration.epochs is not None
+        if by_epochs and steps is not None:
             steps -= count_batches(self._progress.left_out)
-        return Limits(
-            steps,
-            duration.seconds,
-            self._callbacks,
-            interrupt,
-            whole_data=duration.epochs is not None,
-        )
+        return Limits(steps, self._duration.seconds, self._callbacks, interrupt, by_epochs)
 
     def _make_evaluator(self) -> Evaluator | RewardEvaluator | None:
         asked, ema = self._asked, self._trainer.eval_ema
@@ -378,9 +372,6 @@ class TrainingRun:
             make_estimator=self._estimator,
             resumable=lambda: self._asked.saves and newest_checkpoint(self._run_dir) is not None,
         )
-
-    def _estimator(self) -> Any:
-        return estimator_for(self._trainer, self._batch)
 
     @cached_property
     def _work(self) -> Work:

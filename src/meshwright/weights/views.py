@@ -44,14 +44,16 @@ class View:
         """Read a slice of an array of this shape, and no more of the tensor than it takes."""
         known = self._sizes(shape, sizes)
         stored, wanted = self.dims
-        chosen = {name: (0, known[name]) for dim in stored for name in dim}
+        names = [name for dim in stored for name in dim]
+        chosen = {name: (0, known[name]) for name in names}
         chosen |= {name: (self.part, self.part + 1) for name in chosen if name.isdecimal()}
         chosen |= {dim[0]: each for dim, each in zip(wanted, ranges, strict=True) if len(dim) == 1}
         read = dict(chosen)
         region = [self._region(dim, read, known) for dim in stored]
-        block = tensor.read(region).reshape([_length(read[n]) for dim in stored for n in dim])
-        inner = [slice(*(n - read[name][0] for n in chosen[name])) for d in stored for name in d]
-        block = self._ordered(block[tuple(inner)])
+        block = tensor.read(region).reshape([_length(read[name]) for name in names])
+        inner = [slice(*(n - read[name][0] for n in chosen[name])) for name in names]
+        numbered = tuple(n for n, name in enumerate(names) if name.isdecimal())
+        block = np.squeeze(block[tuple(inner)], numbered).transpose(self._order)
         whole = [math.prod(_length(chosen[name]) for name in dim) for dim in wanted]
         cut = [
             slice(*each) if len(dim) > 1 else slice(None)
@@ -62,11 +64,10 @@ class View:
     def put(self, array: NDArray[Any], tensor: NDArray[Any], sizes: Mapping[str, int]) -> None:
         """Write the array into its part of a whole tensor, the inverse of `read`."""
         known = self._sizes(array.shape, sizes)
-        stored, wanted = self.dims
-        named = tensor.reshape([known[name] for dim in stored for name in dim], copy=False)
-        index = [self.part if n.isdecimal() else slice(None) for dim in stored for n in dim]
-        order = [self._names.index(name) for dim in wanted for name in dim]
-        part = named[tuple(index)].transpose(order)
+        names = [name for dim in self.dims[0] for name in dim]
+        named = tensor.reshape([known[name] for name in names], copy=False)
+        index = [self.part if name.isdecimal() else slice(None) for name in names]
+        part = named[tuple(index)].transpose(self._order)
         part[...] = array.reshape(part.shape)
 
     @cached_property
@@ -76,16 +77,10 @@ class View:
         return _parse(stored), _parse(wanted)
 
     @cached_property
-    def _names(self) -> list[str]:
-        """The tensor's named dims, without the numbered ones."""
-        return [name for dim in self.dims[0] for name in dim if not name.isdecimal()]
-
-    def _ordered(self, block: NDArray[Any]) -> NDArray[Any]:
-        """Return a block of the tensor's named dims with the order of the array's."""
-        every = (name for dim in self.dims[0] for name in dim)
-        numbered = [n for n, name in enumerate(every) if name.isdecimal()]
-        order = [self._names.index(name) for dim in self.dims[1] for name in dim]
-        return np.squeeze(block, tuple(numbered)).transpose(order)
+    def _order(self) -> list[int]:
+        """Where the named dims of the array are among the tensor's, without the numbered ones."""
+        stored = [name for dim in self.dims[0] for name in dim if not name.isdecimal()]
+        return [stored.index(name) for dim in self.dims[1] for name in dim]
 
     def _region(self, dim: list[str], read: dict[str, Range], known: Mapping[str, int]) -> Range:
         """Return the range of a tensor's dim; named dims it cannot slice are read whole."""

@@ -104,10 +104,6 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     }
 
 
-def _sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
-    return dict.fromkeys(("y", "x"), arguments["patch_size"])
-
-
 VIT = Family(
     kind="vit",
     architecture="ViTForImageClassification",
@@ -118,5 +114,5 @@ VIT = Family(
     config=_config,
     ignored=(r"vit\.pooler\..*",),
     free=("dropout", "embedding_dropout", "attention_dropout"),
-    sizes=_sizes,
+    sizes=lambda arguments: dict.fromkeys(("y", "x"), arguments["patch_size"]),
 )

@@ -32,12 +32,8 @@ class PipelineStage(nnx.Module):
         _check_specs(layer_specs, stage_id)
         self.stage_id = stage_id
         self.relu = tuple(bool(spec.get("relu", True)) for spec in layer_specs)
-        self.layers = nnx.List(
-            [
-                nnx.Linear(spec["in_features"], spec["out_features"], rngs=rngs)
-                for spec in layer_specs
-            ]
-        )
+        sizes = [(spec["in_features"], spec["out_features"]) for spec in layer_specs]
+        self.layers = nnx.List([nnx.Linear(*size, rngs=rngs) for size in sizes])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layers to x [B, in_features]."""

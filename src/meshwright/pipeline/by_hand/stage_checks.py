@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from meshwright.config.argument_checks import check_count, check_kind, wrong_kind
 from meshwright.errors import UserError, typed_line
+from meshwright.mesh.axes import is_whole
 from meshwright.mesh.build import Device, check_devices
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.pipeline.schedule.schedules import Schedule, get_schedule
@@ -50,7 +51,7 @@ def read_devices(devices: Sequence[Device] | None) -> list[Device]:
 
 def check_seed(seed: object) -> None:
     """Refuse a seed that is not an integer."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+    if not is_whole(seed):
         raise wrong_kind("seed", seed, "write an integer")
 
 

@@ -114,15 +114,11 @@ class Pipeline:
         warn_of_relu(self._user_layers)
         self.schedule = checks.read_schedule(schedule, num_chunks)
         chunks = self.schedule.num_chunks
-        most = len(self._user_layers) // chunks or 1
-        self.num_stages = num_stages or min(most, len(self._devices))
+        layers, available = len(self._user_layers), len(self._devices)
+        self.num_stages = num_stages or min(layers // chunks or 1, available)
         self.num_microbatches = num_microbatches or MICROBATCHES_PER_STAGE * self.num_stages
         checks.check_division(
-            len(self._user_layers),
-            len(self._devices),
-            self.schedule,
-            self.num_stages,
-            self.num_microbatches,
+            layers, available, self.schedule, self.num_stages, self.num_microbatches
         )
         self._loss = loss
         size = -(-checks.count_samples("example", example) // self.num_microbatches)
@@ -309,7 +305,7 @@ class Pipeline:
         pieces = f" × {chunks} chunks" if chunks > 1 else ""
         lines = [
             f"Pipeline: {counted(self.num_stages, 'stage')}{pieces}, {self.schedule.name} with "
-            f"{counted(self.num_microbatches, 'microbatch', 'microbatches')}"
+            f"{counted(self.num_microbatches, 'microbatch')}"
         ]
         for number, stage in enumerate(self.stages):
             chunk, of = divmod(number, self.num_stages)

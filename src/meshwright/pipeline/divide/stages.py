@@ -16,7 +16,7 @@ from meshwright.pipeline.divide.division import Division
 from meshwright.pipeline.divide.stage_rules import WithinStage
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, ScanBody
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.evaluate.weight_uses import GatherSpecs, WeightUse
+from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
 from meshwright.program.on_mesh.layer_scans import LayerScans, shared_weights
@@ -157,12 +157,13 @@ class Stages:
 
     def prepare(self, stacks: Mapping[int, Array], kind: LeafKind) -> BlockRow:
         """Return stacks as blocks read them: cast and gathered, unless each block does so."""
-        return {
-            layered.position: self._prepare(
-                self.uses.get(layered.atom), stacks[layered.stack.number]
-            )
-            for layered in self.cut.inputs_of(kind)
-        }
+        inputs = self.cut.inputs_of(kind)
+        whole = {each.position: stacks[each.stack.number] for each in inputs}
+        if self.where.remat.gather_per_block:
+            return whole
+        uses = [(each.position, self.uses.get(each.atom)) for each in inputs]
+        prepare = self._evaluator.weights.prepare
+        return whole | {n: prepare(whole[n], use) for n, use in uses if use is not None}
 
     def values(
         self, weights: BlockRow, stacks: LeafValues, outer: LeafValues, microbatches: Microbatch
@@ -175,11 +176,6 @@ class Stages:
             outer={leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("weight")},
             microbatches=microbatches,
         )
-
-    def _prepare(self, use: WeightUse | None, stack: Array) -> Array:
-        if use is None or self.where.remat.gather_per_block:
-            return stack
-        return self._evaluator.weights.prepare(stack, use)
 
     def functions(self, outer: Mapping[int, Array]) -> StageFunctions:
         """Return the stages, given the values of the step leaves outside the blocks."""
@@ -285,14 +281,9 @@ class Stages:
     @cached_property
     def _evaluator(self) -> Evaluator:
         where, mesh = self.where, self.where.view
-        draws = [] if where.draws is None else [where.draws.draw]
+        first = [*([] if where.draws is None else [where.draws.draw]), WithinStage(mesh)]
         return mesh_evaluator(
-            mesh,
-            self.uses,
-            where.remat,
-            where.layouts,
-            wide=where.wide,
-            first=[*draws, WithinStage(mesh)],
+            mesh, self.uses, where.remat, where.layouts, wide=where.wide, first=first
         )
 
 

@@ -56,32 +56,29 @@ class _AfterForward:
     head: HeadGradient | None
 
 
+@dataclass(eq=False)
 class StageExecutor:
     """Runs the ticks of one stage, inside a `jax.shard_map` over the pipe axis.
 
     ``scale`` is a factor on the loss, for half precision; ``constrain`` fixes the sums' sharding.
     """
 
-    def __init__(
-        self,
-        functions: StageFunctions,
-        values: StageValues,
-        shape: Shape,
-        slots: SlotCounts,
-        *,
-        platform: str,
-        scale: Array | None,
-        constrain: Callable[[StageSums], StageSums],
-    ) -> None:
-        self.functions, self.shape, self.slots = functions, shape, slots
-        self.platform, self.constrain = platform, constrain
-        self.order = ExchangeOrder(platform)
-        self.work = StageWork(functions, values, shape, scale)
+    functions: StageFunctions
+    values: StageValues
+    shape: Shape
+    slots: SlotCounts
+    platform: str
+    scale: Array | None
+    constrain: Callable[[StageSums], StageSums]
+
+    def __post_init__(self) -> None:
+        self.order = ExchangeOrder(self.platform)
+        self.work = StageWork(self.functions, self.values, self.shape, self.scale)
         # Head and embedding run inside their pass, so that ticks without one need not ask whether
         # they run. On CPUs, a flag that follows a loop keeps exchanges in order, so they come after
         # the pass there, unless a stage is a single device and exchanges nothing within itself.
-        single = jax.sharding.get_abstract_mesh().size == shape.num_stages
-        self._nests = platform != "cpu" or single
+        single = jax.sharding.get_abstract_mesh().size == self.shape.num_stages
+        self._nests = self.platform != "cpu" or single
 
     def run(self, rows: TickRow) -> StageSums:
         """Execute every row of the table and return this stage's sums."""
@@ -92,17 +89,15 @@ class StageExecutor:
     def _start(self) -> TickCarry:
         """Return the state before the first tick: empty slots and sums of zero."""
         work, slots = self.work, self.slots
-        sums = self.constrain(work.zero_sums())
         message, gradient = work.message_shapes, work.gradient_shapes
-        arrived = zeros_like_shapes(message)
         cuts = work.cut_shapes if slots.splits_backward else BackwardMessage([], None)
         return TickCarry(
             inbox=empty_slots(message, slots.num_activations),
             gradients=empty_slots(gradient, slots.num_gradients),
             saved=empty_slots(work.vjp.saved_shapes, slots.num_saved),
             cuts=empty_slots(cuts, slots.num_cuts),
-            sums=sums,
-            arrived=arrived,
+            sums=self.constrain(work.zero_sums()),
+            arrived=zeros_like_shapes(message),
             arrived_back=zeros_like_shapes(gradient),
         )
 
@@ -193,16 +188,9 @@ class StageExecutor:
             return sums, cuts, gradient
 
         embed_reads = self.functions.embed_reads
-        sums, cuts, gradient = self.order.when(
-            TickOp.BACKWARD,
-            op.microbatch >= 0,
-            run,
-            (
-                self._block_sums(carry, embed_reads if self._nests else ()),
-                carry.cuts,
-                carry.arrived_back,
-            ),
-        )
+        before = self._block_sums(carry, embed_reads if self._nests else ())
+        now = (before, carry.cuts, carry.arrived_back)
+        sums, cuts, gradient = self.order.when(TickOp.BACKWARD, op.microbatch >= 0, run, now)
         carry = self._with_block_sums(replace(carry, cuts=cuts), sums)
         if not self._nests:
             sums = self._embed_gradient(self._block_sums(carry, embed_reads), gradient, row)

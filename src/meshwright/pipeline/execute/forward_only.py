@@ -11,7 +11,6 @@ from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.division import divide_blocks
 from meshwright.pipeline.divide.stages import (
-    BlockInputs,
     LeafValues,
     Losses,
     Message,
@@ -94,9 +93,7 @@ class PipelinedForward:
             virtual_stage = op.chunk * self.num_stages + row.stage
             message = lax.cond(
                 op.microbatch >= 0,
-                lambda: _run_blocks(
-                    forward, message, microbatch(op.microbatch), op.chunk, virtual_stage
-                ),
+                lambda: forward.blocks(message, microbatch(op.microbatch), op.chunk, virtual_stage),
                 lambda: message,
             )
             order = ExchangeOrder(self.where.view.platform)
@@ -116,30 +113,3 @@ class PipelinedForward:
         losses = zeros_like_shapes(jax.eval_shape(lambda: forward.losses(message, first)))
         (_, losses), _ = lax.scan(tick, (message, losses), rows)
         return losses
-
-
-def _run_blocks(
-    forward: StageForward,
-    arrived: Message,
-    microbatch: Microbatch,
-    chunk: Array,
-    virtual_stage: Array,
-) -> Message:
-    """Run a chunk's blocks on the message that arrived, or the first chunk on the embedding."""
-    message = lax.cond(
-        virtual_stage == 0,
-        # The compiler refuses branches whose results are sharded differently.
-        lambda: lax.optimization_barrier(forward.embed(microbatch)),
-        lambda: lax.optimization_barrier(arrived),
-    )
-    values, functions = forward.values, forward.functions
-    inputs = BlockInputs(
-        message,
-        forward.rows(values.changing, chunk),
-        microbatch,
-        virtual_stage,
-        weights=forward.rows(values.weights, chunk),
-        fixed=forward.rows(values.fixed, chunk),
-        outer=values.pick(functions.blocks_read),
-    )
-    return functions.blocks(inputs).message

@@ -41,6 +41,7 @@ _StageResults = tuple[LeafValues, LeafValues, Losses, LeafValues]
 """Gradients of the stacks, the outer weights' sums on each device, losses, and new block state."""
 
 
+@dataclass(eq=False)
 class PipelinedLoss:
     """A loss and its gradients, computed by stages that work on different microbatches.
 
@@ -49,24 +50,21 @@ class PipelinedLoss:
     device, if each device sums its gradients until the end of the step.
     """
 
-    def __init__(
-        self,
-        cut: BlockCut,
-        where: StageContext,
-        schedule: Schedule,
-        num_microbatches: int,
-        sums: Sequence[PartitionSpec],
-        gradients: Sequence[Placement],
-        per_device: BlockCut | None = None,
-    ) -> None:
-        self.cut, self.where, self.schedule = cut, where, schedule
-        self.num_microbatches = num_microbatches
+    cut: BlockCut
+    where: StageContext
+    schedule: Schedule
+    num_microbatches: int
+    sums: Sequence[PartitionSpec]
+    gradients: Sequence[Placement]
+    per_device: BlockCut | None = None
+
+    def __post_init__(self) -> None:
+        cut, where, chunks = self.cut, self.where, self.schedule.num_chunks
         self.num_stages = where.mesh.shape[PIPE]
-        self.division = divide_blocks(cut.num_blocks, self.num_stages, schedule.num_chunks)
-        self._cut = per_device or cut
+        self.division = divide_blocks(cut.num_blocks, self.num_stages, chunks)
+        self._cut = self.per_device or cut
         self._stages = Stages(self._cut, where, self.division)
-        self._sums = list(sums)
-        self._outer = OuterSums(where.mesh, where.batch_axes, sums, gradients)
+        self._outer = OuterSums(where.mesh, where.batch_axes, self.sums, self.gradients)
 
     def __call__(
         self, leaves: Sequence[Array], microbatches: Sequence[Array], scale: Array | None = None
@@ -168,7 +166,7 @@ class PipelinedLoss:
         inside = jax.sharding.get_abstract_mesh()
 
         def place(value: Array, number: int) -> Array:
-            return lax.with_sharding_constraint(value, NamedSharding(inside, self._sums[number]))
+            return lax.with_sharding_constraint(value, NamedSharding(inside, self.sums[number]))
 
         numbers = {row.position: row.stack.number for row in self._cut.inputs_of("weight")}
         weights = [
@@ -179,6 +177,7 @@ class PipelinedLoss:
         return replace(sums, weights=weights, outer=outer)
 
 
+@dataclass(frozen=True)
 class OuterSums:
     """Sums the outer weights' gradients over the devices of all stages.
 
@@ -186,17 +185,15 @@ class OuterSums:
     ``gradients`` are as in `PipelinedLoss`.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        batch_axes: Sequence[str],
-        sums: Sequence[PartitionSpec],
-        gradients: Sequence[Placement],
-    ) -> None:
-        self._mesh, self._axes = mesh, tuple(batch_axes)
-        self._sums, self._gradients = sums, gradients
-        self.stacked = PartitionSpec((PIPE, *batch_axes))
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    sums: Sequence[PartitionSpec]
+    gradients: Sequence[Placement]
+
+    @property
+    def stacked(self) -> PartitionSpec:
         """The layout of the sums of all devices, stacked: a new dim 0 counts the devices."""
+        return PartitionSpec((PIPE, *self.batch_axes))
 
     def reduced(self, stacked: LeafValues) -> LeafValues:
         """Return the gradients, in their placement.
@@ -208,8 +205,8 @@ class OuterSums:
             return {}
         each = jax.shard_map(
             lambda values: {n: self._reduce(n, value[0]) for n, value in values.items()},
-            mesh=self._mesh,
-            in_specs=({n: PartitionSpec(*self.stacked, *self._sums[n]) for n in stacked},),
+            mesh=self.mesh,
+            in_specs=({n: PartitionSpec(*self.stacked, *self.sums[n]) for n in stacked},),
             out_specs={n: self._after(n) for n in stacked},
             check_vma=False,
         )
@@ -218,17 +215,17 @@ class OuterSums:
     def _reduce(self, number: int, total: Array) -> Array:
         dim = self._pipe_dim(number)
         if dim is None:
-            return lax.psum(total, (PIPE, *self._axes))
+            return lax.psum(total, (PIPE, *self.batch_axes))
         part = lax.psum_scatter(total, PIPE, scatter_dimension=dim, tiled=True)
-        return lax.psum(part, self._axes) if self._axes else part
+        return lax.psum(part, self.batch_axes) if self.batch_axes else part
 
     def _pipe_dim(self, number: int) -> int | None:
-        dims = self._gradients[number].dims
+        dims = self.gradients[number].dims
         return next((dim for dim, axes in enumerate(dims) if PIPE in axes), None)
 
     def _after(self, number: int) -> PartitionSpec:
         """Return the layout of a sum of which each stage keeps its part, as in its placement."""
-        entries = [*self._sums[number]]
+        entries = [*self.sums[number]]
         dim = self._pipe_dim(number)
         if dim is None:
             return PartitionSpec(*entries)

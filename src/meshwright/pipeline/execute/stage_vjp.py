@@ -70,7 +70,9 @@ class StageVJP:
         self._saved = least_saved(jaxpr.eqns, jaxpr.invars[self._num_constant :], residuals)
         self._recomputed = needed_equations(jaxpr.eqns, residuals, given=self._saved)
         y, _ = jax.tree.unflatten(self._results, structs_of(jaxpr.outvars[: self._num_results]))
-        self._backward = self._trace_backward(pullback, y)
+        self._backward = jax.make_jaxpr(
+            lambda residuals, gradient: jax.tree.leaves(pullback.unflatten(residuals)(gradient))
+        )(structs_of(self._residuals), y)
         self._weights_tree = jax.tree.structure(weights)
         self._x_tree = jax.tree.structure(x)
 
@@ -139,12 +141,6 @@ class StageVJP:
     @property
     def _num_weights(self) -> int:
         return self._weights_tree.num_leaves
-
-    def _trace_backward(self, pullback: TreeDef, y: PyTree) -> ClosedJaxpr:
-        def run(residuals: list[Array], gradient: PyTree) -> list[Array]:
-            return jax.tree.leaves(jax.tree.unflatten(pullback, residuals)(gradient))
-
-        return jax.make_jaxpr(run)(structs_of(self._residuals), y)
 
     @cached_property
     def _halves(self) -> BackwardHalves:

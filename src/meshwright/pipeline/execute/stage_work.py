@@ -47,6 +47,27 @@ class StageForward:
         """Return the input of the first virtual stage."""
         return self.functions.embed(self.values.pick(self.functions.embed_reads), microbatch)
 
+    def blocks(
+        self, arrived: Message, microbatch: Microbatch, chunk: Array, virtual_stage: Array
+    ) -> Message:
+        """Run a chunk's blocks on the message that arrived, or the first chunk on the embedding."""
+        message = lax.cond(
+            virtual_stage == 0,
+            # The compiler refuses branches whose results are sharded differently.
+            lambda: lax.optimization_barrier(self.embed(microbatch)),
+            lambda: lax.optimization_barrier(arrived),
+        )
+        inputs = BlockInputs(
+            message,
+            self.rows(self.values.changing, chunk),
+            microbatch,
+            virtual_stage,
+            weights=self.rows(self.values.weights, chunk),
+            fixed=self.rows(self.values.fixed, chunk),
+            outer=self.values.pick(self.functions.blocks_read),
+        )
+        return self.functions.blocks(inputs).message
+
     def losses(self, message: Message, microbatch: Microbatch) -> Losses:
         """Return the losses of a microbatch that has passed all blocks."""
         return self.functions.head(self.values.pick(self.functions.head_reads), message, microbatch)
@@ -93,16 +114,11 @@ class StageWork(StageForward):
 
     def zero_sums(self) -> StageSums:
         """Return the initial sums."""
-        losses = zeros_like_shapes(self._losses_shape())
+        block = {n: a[: self.shape.num_chunks] for n, a in self.values.weights.items()}
         return StageSums(
-            weights=[
-                zeros_for_sums(
-                    {n: a[: self.shape.num_chunks] for n, a in self.values.weights.items()}
-                )
-                for _ in range(self.num_blocks)
-            ],
+            weights=[zeros_for_sums(block) for _ in range(self.num_blocks)],
             outer=zeros_for_sums(self.values.outer),
-            losses=losses,
+            losses=zeros_like_shapes(self._losses_shape()),
             changing=dict(self.values.changing),
         )
 

@@ -60,9 +60,7 @@ def bubble_with(
 
 def imbalance(stage_costs: Costs) -> Fraction:
     """Return by how much the slowest stage exceeds the mean."""
-    costs = [Fraction(cost) for cost in stage_costs]
-    mean = sum(costs, Fraction(0)) / len(costs)
-    return max(costs) / mean - 1 if mean else Fraction(0)
+    return max(Times.of_costs(stage_costs).scale, default=1) - Fraction(1)
 
 
 def _too_few(schedule: Schedule, count: int, stages: int, samples: int, replicas: int) -> str:

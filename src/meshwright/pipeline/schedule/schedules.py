@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
 from typing import ClassVar
@@ -29,10 +29,8 @@ class Schedule(ABC):
     splits_backward: ClassVar[bool] = False
     """Whether input and weight gradients are operations of their own."""
 
-    @property
-    def num_chunks(self) -> int:
-        """Pieces of the model on each stage."""
-        return 1
+    num_chunks: int = field(default=1, init=False, repr=False)
+    """Pieces of the model on each stage."""
 
     def shape(self, num_microbatches: int, num_stages: int) -> Shape:
         """Return the pipeline's size, if this schedule can run it."""
@@ -154,26 +152,21 @@ class OneForwardOneBackward(Schedule):
 class Interleaved(OneForwardOneBackward):
     """One forward, one backward, several chunks per stage, so that the pipeline fills faster."""
 
-    chunks: int = 2
     name: ClassVar[str] = "interleaved"
-
-    @property
-    def num_chunks(self) -> int:
-        """Pieces of the model on each stage."""
-        return self.chunks
+    num_chunks: int = 2
 
     def shape(self, num_microbatches: int, num_stages: int) -> Shape:
         """Return the pipeline's size; microbatches run in groups of one per stage."""
-        if self.chunks > 1 and num_microbatches % num_stages:
+        if self.num_chunks > 1 and num_microbatches % num_stages:
             nearest = multiples_around(num_microbatches, num_stages)
             raise UserError(
-                f"{counted(num_microbatches, 'microbatch', 'microbatches')} cannot be "
-                f"divided into groups of {num_stages}, one per stage",
+                f"{counted(num_microbatches, 'microbatch')} cannot be divided into groups of "
+                f"{num_stages}, one per stage",
                 why=f"{num_microbatches} is not a multiple of {num_stages}",
                 fix=f"write {Setting('pipeline.num_microbatches', *nearest)}, or "
                 f"{Setting('pipeline.schedule', '1f1b')}",
             )
-        return Shape(num_microbatches, num_stages, self.chunks)
+        return super().shape(num_microbatches, num_stages)
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,8 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
     across = min(_WIDEST_UNIT, _WIDEST / int(timeline.makespan / unit))
     left, scale = MARGIN + _LABEL, across / float(unit)
     whole = float(timeline.makespan) * scale
-    count = counted(timeline.shape.num_microbatches, "microbatch", "microbatches")
-    title = title or f"{counted(stages, 'stage')}, {count}"
+    microbatches = counted(timeline.shape.num_microbatches, "microbatch")
+    title = title or f"{counted(stages, 'stage')}, {microbatches}"
     painter = SvgPainter("mw-pipe", title)
     top = MARGIN + _HEAD
     for stage in range(stages):

@@ -62,14 +62,8 @@ class MemoryEstimate:
     @property
     def compiled(self) -> int:
         """Bytes that the compiled program needs."""
-        return (
-            self.state
-            + self.gradients
-            + self.batch
-            + self.gathered
-            + self.activations
-            + self.working
-        )
+        computed = self.gathered + self.activations + self.working
+        return self.state + self.gradients + self.batch + computed
 
     @property
     def total(self) -> int:

@@ -213,14 +213,8 @@ class Estimator:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
         sharded = (*map(plan.size, MODEL_AXES), plan.size(CONTEXT), plan.sharding.zero)
-        key = (
-            case.variant,
-            plan.precision,
-            blocks_of(plan),
-            sharded,
-            plan.batch.micro_batch_size,
-            chip,
-        )
+        program = (case.variant, plan.precision, blocks_of(plan), plan.batch.micro_batch_size)
+        key = (*program, sharded, chip)
         if key not in self._seconds:
             rate = chip.peak_of(DTYPES[plan.precision]) * chip.product_share
             works = self._works(case)
@@ -294,19 +288,14 @@ class Estimator:
         return saved_by_iteration(blocks.forward, sizes)
 
     def _stage_peak(
-        self,
-        plan: Plan,
-        whole: Peak,
-        program: GradientProgram,
-        sizes: DeviceSizes,
-        recomputed: float,
+        self, case: _Case, whole: Peak, program: GradientProgram, sizes: DeviceSizes
     ) -> Peak:
         """Return the peak of a pipeline stage.
 
-        Besides the slots of its schedule, it runs blocks or computes the loss. What it recomputes
-        takes ``recomputed`` bytes for each block after the first (rule `STAGE_RECOMPUTES`).
+        Besides the slots of its schedule, it runs blocks or computes the loss. It keeps what it
+        recomputes for each block after the first (rule `STAGE_RECOMPUTES`).
         """
-        blocks = program.blocks
+        plan, blocks = case.plan, program.blocks
         assert blocks is not None
         slots = count_slots(*_staged(plan))
         depth = _depth(plan, blocks)
@@ -314,7 +303,7 @@ class Estimator:
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
         working = partial(working_in, program.timeline, sizes, blocks.backward)
         at_hand = STAGE_MICROBATCHES.value * each
-        own = working(inside=True) + at_hand + recomputed * max(0.0, depth - 1)
+        own = working(inside=True) + at_hand + self._recomputed(case) * max(0.0, depth - 1)
         state = self._states.of(plan)
         gradients, gathered = _outside_of_stages(plan, state)
         uses: dict[Use, float] = {
@@ -344,7 +333,7 @@ class Estimator:
             return _with(whole, "working", added)
         if blocks is None:
             return whole
-        return self._stage_peak(plan, whole, program, sizes, self._recomputed(case))
+        return self._stage_peak(case, whole, program, sizes)
 
     def _sizes(self, case: _Case, program: GradientProgram) -> DeviceSizes:
         plan = case.plan

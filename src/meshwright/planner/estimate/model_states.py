@@ -15,7 +15,6 @@ from meshwright.errors import UserError
 from meshwright.ledgers.placed_program import (
     PlacedEvent,
     PlacedWeight,
-    WeightReads,
     place_events,
     place_weights,
     read_weights,
@@ -44,7 +43,7 @@ class ModelStates:
         self._programs, self._optimizer = programs, optimizer
         self.tensor_sizes = functools.cache(self._find_tensor_sizes)
         self._tensor = functools.cache(self._choose_tensor)
-        self._reads = functools.cache(self._find_reads)
+        self._reads = functools.cache(lambda *program: read_weights(programs.traced(*program)))
         self._events = functools.cache(self._find_events)
         self.attention = functools.cache(self._find_attention)
         self._known: dict[Any, PlacedState] = {}
@@ -89,10 +88,6 @@ class ModelStates:
         cut = self._programs.cut(precision) if blocks is None else None
         classes = self._programs.classes(precision, blocks)
         return place_events(classes, self._tensor(precision, blocks, size), cut)
-
-    def _find_reads(self, precision: Precision, blocks: Blocks | None) -> WeightReads:
-        """Return how a program whose blocks run this way reads its weights."""
-        return read_weights(self._programs.traced(precision, blocks))
 
     def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
         """Return the sizes of a tensor axis, up to 64, that divide the dims it would shard."""
@@ -185,13 +180,9 @@ class ModelStates:
             # Whether stacks are treated like their blocks does not depend on their padding.
             stacks = sorted((s.leaf.path, sorted(s.sources)) for s in params if s.stacked)
             alike = next((known for paths, known in self._alike if paths == stacks), None)
+            placed = [placements[n] for n in own]
             flat = FlatOptimizer(
-                self._optimizer,
-                layout,
-                [placements[n] for n in own],
-                sizes,
-                stacks_alike=alike,
-                compared="ends",
+                self._optimizer, layout, placed, sizes, stacks_alike=alike, compared="ends"
             )
             if stacks and alike is None:
                 self._alike.append((stacks, flat.stacks_alike))

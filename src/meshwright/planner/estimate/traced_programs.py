@@ -23,7 +23,6 @@ from meshwright.planner.workload.gradient_program import (
     trace_gradients,
 )
 from meshwright.program.blocks.to_scan import roll_program
-from meshwright.program.dims.classes import DimClasses
 from meshwright.program.flops import count_flops
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.traced_loss import Loss, TracedLoss
@@ -44,7 +43,7 @@ class TracedPrograms:
         self._precision: Precision = precision
         self.program = functools.cache(self._make_program)
         self.cut = functools.cache(self._make_cut)
-        self.classes = functools.cache(self._find_classes)
+        self.classes = functools.cache(lambda *program: dim_classes(self.traced(*program)))
         self.flops_per_sample = functools.cache(self._count_flops)
         self._ordered = functools.cache(self._order_by_stage)
 
@@ -107,10 +106,6 @@ class TracedPrograms:
         """Return the program whose blocks run this way; None for one in any number of stages."""
         made = self.cut(precision) if blocks is None else self.program(precision, blocks)
         return made.traced
-
-    def _find_classes(self, precision: Precision, blocks: Blocks | None) -> DimClasses:
-        """Return how the dims of a program relate."""
-        return dim_classes(self.traced(precision, blocks))
 
     def _count_flops(self, precision: Precision) -> float:
         """Return the arithmetic of one sample, both passes."""

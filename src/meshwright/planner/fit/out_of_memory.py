@@ -34,18 +34,13 @@ class KnownProgram:
     text: Callable[[], str | None]
 
 
+@dataclass
 class MemoryAdvice:
     """Explains why a step does not fit, with remedies that a resumable run could resume with."""
 
-    def __init__(
-        self,
-        assembled: Assembled,
-        *,
-        make_estimator: Callable[[], Estimator] | None = None,
-        resumable: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._assembled, self._make_estimator = assembled, make_estimator
-        self._resumable = resumable
+    assembled: Assembled
+    make_estimator: Callable[[], Estimator] | None = None
+    resumable: Callable[[], bool] = lambda: False
 
     def during(
         self, doing: Callable[[], str], program: KnownProgram | None = None, *, trains: bool = True
@@ -58,20 +53,20 @@ class MemoryAdvice:
     def _explain(
         self, shortage: Shortage, doing: str, program: KnownProgram | None, *, trains: bool
     ) -> OutOfMemory:
-        devices = self._assembled.mesh.local_devices
+        devices = self.assembled.mesh.local_devices
         lines = [*describe_devices(shortage, devices), *(self._needs(program) if trains else ())]
         fix = "\n".join(self.remedies(trains=trains))
         return explain_shortage(shortage, doing, lines=lines, fix=fix)
 
     def remedies(self, *, trains: bool = True) -> list[str]:
         """Return what would need less memory, a line each."""
-        assembled = self._assembled
+        assembled = self.assembled
         found = find_remedies(
             assembled.plan,
             has_blocks=self._has_blocks(),
             rolls_blocks=self._rolls_blocks(),
             trains=trains,
-            same_results=self._resumable(),
+            same_results=self.resumable(),
             shared_memory=assembled.mesh.devices.flat[0].platform == "cpu",
         )
         ranked: list[Remedy] = []
@@ -84,7 +79,7 @@ class MemoryAdvice:
         return [title, *(f"  {remedy}" for remedy in found[:MOST_REMEDIES])]
 
     def _needs(self, program: KnownProgram | None) -> Iterator[str]:
-        least = least_memory(self._assembled)
+        least = least_memory(self.assembled)
         memory = None if program is None else program.memory
         if program is None or memory is None:
             total = human_bytes(least.total)
@@ -98,7 +93,7 @@ class MemoryAdvice:
             )
         if self._predicts is not None:
             hardware, estimator = self._predicts
-            predicted = estimator.estimate(self._assembled.plan, hardware).memory.total
+            predicted = estimator.estimate(self.assembled.plan, hardware).memory.total
             yield f"the planner predicts {human_bytes(predicted)} per device"
         text = None if program is None else program.text()
         if text:
@@ -111,27 +106,27 @@ class MemoryAdvice:
 
         On CPUs, what a change saves is not predicted.
         """
-        hardware = detect(list(self._assembled.mesh.devices.flat))
-        if self._make_estimator is None or hardware is None or hardware.chip.platform == "cpu":
+        hardware = detect(list(self.assembled.mesh.devices.flat))
+        if self.make_estimator is None or hardware is None or hardware.chip.platform == "cpu":
             return None
         try:
-            estimator = self._make_estimator()
-            _ = estimator.estimate(self._assembled.plan, hardware).memory
+            estimator = self.make_estimator()
+            _ = estimator.estimate(self.assembled.plan, hardware).memory
         except Exception:
             # Whatever a prediction fails on, the message about memory comes first.
             return None
         return hardware, estimator
 
     def _has_blocks(self) -> bool:
-        traced, plan = self._assembled.traced, self._assembled.plan
+        traced, plan = self.assembled.traced, self.assembled.plan
         stacked = any(step.stacked for step in traced.layout.step_leaves)
         return plan.size("pipe") > 1 or stacked or bool(find_block_lists(traced.closed.jaxpr.eqns))
 
     def _rolls_blocks(self) -> bool:
-        plan = self._assembled.plan
+        plan = self.assembled.plan
         if plan.sharding.blocks == "scan" or plan.size("pipe") > 1:
             return False
         with suppress(UserError):
-            rolled = roll_program(self._assembled.traced).traced
+            rolled = roll_program(self.assembled.traced).traced
             return any(step.stacked for step in rolled.layout.step_leaves)
         return False

@@ -148,17 +148,9 @@ def _more_devices(plan: Plan) -> Iterator[Remedy]:
     replicas = 2 * batch.replicas
     whole = steps % max(plan.num_microbatches, batch.sync_gradients_every, 1) == 0
     if steps and micro * steps * replicas == batch.global_batch_size and whole:
-        changed = _changed(
-            plan,
-            mesh=sizes,
-            batch=batch.model_copy(
-                update={
-                    "micro_batch_size": micro,
-                    "gradient_accumulation_steps": steps,
-                    "replicas": replicas,
-                }
-            ),
-        )
+        divided = {"micro_batch_size": micro, "gradient_accumulation_steps": steps}
+        batch = batch.model_copy(update={**divided, "replicas": replicas})
+        changed = _changed(plan, mesh=sizes, batch=batch)
         yield Remedy(changed, f"{mesh_setting(sizes)} on {changed.num_devices} devices")
 
 

@@ -2,11 +2,10 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from meshwright.config.schema import Remat
 from meshwright.mesh.axes import MODEL_AXES
 from meshwright.planner.estimate.estimate import Estimate, tied_with
 from meshwright.planner.estimate.estimator import Estimator
@@ -97,14 +96,10 @@ class _Search:
     show_progress: Callable[[str], None]
     known: dict[_Key, Estimate] = field(default_factory=dict[_Key, Estimate])
 
-    def _sizes(self) -> Iterator[Sizes]:
-        tokens = self.estimator.tokens_per_sample
-        return all_sizes(self.task.hardware.count, self.task.fixed.mesh, tokens=tokens)
-
     def run(self, meshes: Iterable[Sizes] | None) -> SearchResult:
-        task, obstacles = self.task, list[Rejection]()
-        usable = list[Sizes]()
-        for sizes in meshes or self._sizes():
+        task, obstacles, usable = self.task, list[Rejection](), list[Sizes]()
+        tokens = self.estimator.tokens_per_sample
+        for sizes in meshes or all_sizes(task.hardware.count, task.fixed.mesh, tokens=tokens):
             obstacle = find_obstacle(self.estimator, task, sizes)
             if obstacle is None:
                 usable.append(sizes)
@@ -223,7 +218,7 @@ class _Search:
         best: Estimate | None = None
         for first in first_variants(self.task, sizes, self.estimator.num_blocks):
             bounds = list[tuple[float, Variant, list[int]]]()
-            for variant in self._variants(sizes, first.remat):
+            for variant in self._variants(sizes, first):
                 if choices := micro_batch_sizes(self.task, sizes, variant):
                     near = micro if micro in choices else choices[-1]
                     step = self._estimate(sizes, variant, near).time.step
@@ -240,11 +235,9 @@ class _Search:
                 break
         return best
 
-    def _variants(self, sizes: Sizes, remat: Remat) -> list[Variant]:
-        """Return every choice of settings with this remat."""
-        variants = first_variants(self.task, sizes, self.estimator.num_blocks)
-        own = [variant for variant in variants if variant.remat == remat]
-        scheduled = [v for each in own for v in (each, *self._other_schedules(sizes, each))]
+    def _variants(self, sizes: Sizes, first: Variant) -> list[Variant]:
+        """Return every choice of settings with the remat of the first one."""
+        scheduled = [first, *self._other_schedules(sizes, first)]
         seldom = [self._with_few_reductions(sizes, variant) for variant in scheduled]
         return list(dict.fromkeys([*scheduled, *seldom]))
 

@@ -220,15 +220,14 @@ Changes = list[tuple[str, PlanTask]]
 
 def _nearest(estimator: Estimator, result: SearchResult, changes: Changes) -> WhatIf:
     """Try the largest change first: if it changes nothing, smaller ones do not either."""
-    *nearer, (change, task) = changes
-    farthest = WhatIf(change, result.best, _decision(estimator, result, task))
+    tried = (
+        WhatIf(change, result.best, _decision(estimator, result, task))
+        for change, task in (changes[-1], *changes[:-1])
+    )
+    farthest = next(tried)
     if farthest.after is None:
         return farthest
-    for change, task in nearer:
-        found = WhatIf(change, result.best, _decision(estimator, result, task))
-        if found.after is not None:
-            return found
-    return farthest
+    return next((each for each in tried if each.after is not None), farthest)
 
 
 def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Estimate | None:

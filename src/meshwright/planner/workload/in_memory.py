@@ -79,9 +79,6 @@ def _walk(
     """Add the lifetimes of a program that begins at a moment; return the moment after it."""
     started: dict[tuple[int, bool], tuple[Array, int, bool]] = {}
 
-    def begin(array: Array, copied: bool, late: bool) -> None:
-        started[id(array), copied] = (array, moment, late)
-
     def end(array: Array, copied: bool, last: int, late: bool) -> None:
         begun = started.pop((id(array), copied), None)
         if begun is not None and last >= begun[1]:
@@ -93,9 +90,9 @@ def _walk(
         for array in kernel.reused:
             end(array, False, moment - 1, late)
         for array in kernel.writes:
-            begin(array, False, late)
+            started[id(array), False] = (array, moment, late)
         for array in kernel.copied:
-            begin(array, True, late)
+            started[id(array), True] = (array, moment, late)
         after = moment
         for body in kernel.bodies:
             after = max(after, _walk(body, moment, found, backward=late) - 1)

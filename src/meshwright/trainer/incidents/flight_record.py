@@ -48,28 +48,23 @@ class Incident:
     action: str
 
 
+@dataclass(frozen=True)
 class FlightRecorder:
     """Writes records into a run folder, if there is one; every process must make the same calls."""
 
-    def __init__(
-        self,
-        run_dir: Path | None,
-        assembled: Assembled,
-        metadata: Callable[[int], CheckpointMetadata],
-    ) -> None:
-        self._folder = None if run_dir is None else run_dir / INCIDENTS
-        self._assembled = assembled
-        self._metadata = metadata
+    run_dir: Path | None
+    assembled: Assembled
+    metadata: Callable[[int], CheckpointMetadata]
 
     def write(self, incident: Incident, snapshot: Snapshot) -> tuple[Path | None, str]:
         """Write a record; return its folder, or None and why there is none.
 
         The state before the step may be left out for not being finite itself.
         """
-        if self._folder is None:
+        if self.run_dir is None:
             return None, "a run without a folder keeps no record"
-        path = self._folder / f"{incident.bad.values.step:06d}"
-        refused = broadcast(_room(self._folder, path) if is_main() else "")
+        path = self.run_dir / INCIDENTS / f"{incident.bad.values.step:06d}"
+        refused = broadcast(_room(path) if is_main() else "")
         if refused:
             return None, refused
         leaves = self.fetch(incident.batch)
@@ -82,13 +77,13 @@ class FlightRecorder:
 
     def fetch(self, batch: Sequence[Any]) -> list[NDArray[Any]]:
         """Return the whole batch in every process."""
-        whole = NamedSharding(self._assembled.mesh, PartitionSpec())
+        whole = NamedSharding(self.assembled.mesh, PartitionSpec())
         copied = jax.jit(lambda leaves: leaves, out_shardings=whole)(list(batch))
         return [np.asarray(leaf.addressable_data(0)) for leaf in copied]
 
     def indices(self, batch: Sequence[Any], *, negative: bool) -> str:
         """Say which indices of a batch are out of range; empty if none is."""
-        found = self._assembled.traced.wrong_indices(self.fetch(batch), negative=negative)
+        found = self.assembled.traced.wrong_indices(self.fetch(batch), negative=negative)
         return "; ".join(found[:SHOWN_INDICES])
 
     def _try_files(self, folder: Path, incident: Incident, leaves: Sequence[NDArray[Any]]) -> str:
@@ -96,7 +91,7 @@ class FlightRecorder:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            described = describe_leaves(self._assembled.batch_tree, leaves)
+            described = describe_leaves(self.assembled.batch_tree, leaves)
             # Bytes, since NumPy's format does not know bfloat16.
             arrays = {str(n): np.frombuffer(x.tobytes(), np.uint8) for n, x in enumerate(leaves)}
             np.savez(folder / BATCH, allow_pickle=False, **arrays)
@@ -109,8 +104,8 @@ class FlightRecorder:
     def _content(self, incident: Incident, described: list[dict[str, Any]]) -> dict[str, Any]:
         values = incident.bad.values
         loss = np.asarray(incident.bad.loss)
-        metadata = self._metadata(values.step - 1)
-        device = self._assembled.mesh.devices.flat[0]
+        metadata = self.metadata(values.step - 1)
+        device = self.assembled.mesh.devices.flat[0]
         return {
             "time": time.time(),
             "batch": incident.number,
@@ -128,7 +123,7 @@ class FlightRecorder:
             "state": f"{FOLDER}/{values.step - 1}",
             "random_streams": [
                 leaf.path
-                for leaf in self._assembled.traced.layout.leaves
+                for leaf in self.assembled.traced.layout.leaves
                 if leaf.variable in ("RngKey", "RngCount")
             ],
             "platform": device.platform,
@@ -139,7 +134,7 @@ class FlightRecorder:
 
     def _save_state(self, folder: Path, incident: Incident, snapshot: Snapshot) -> str:
         store = CheckpointStore(folder / FOLDER, keep_last=1)
-        metadata = self._metadata(incident.bad.values.step - 1)
+        metadata = self.metadata(incident.bad.values.step - 1)
         store.save(snapshot.arrays, metadata, finite=snapshot.finite)
         saved = store.close()
         return saved.reason if saved is not None and saved.error is not None else ""
@@ -158,8 +153,9 @@ def describe_leaves(tree: Any, leaves: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _room(folder: Path, path: Path) -> str:
+def _room(path: Path) -> str:
     """Return why no further record is written; empty if there is room."""
+    folder = path.parent
     present = [each for each in folder.glob("[0-9]*") if each != path] if folder.is_dir() else []
     if len(present) < MAX_RECORDS:
         return ""

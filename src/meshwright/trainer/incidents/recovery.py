@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +37,33 @@ Rewind = Callable[[], tuple[CheckpointMetadata, TrainState]]
 """Restores the newest checkpoint of the run."""
 
 
+@dataclass(kw_only=True)
 class Recovery:
     """Deals with bad steps as the trainer says, identically in every process.
 
     Before the run stops, the last good state is saved; ``rewind`` restores the newest checkpoint.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerSettings,
-        *,
-        feed: BatchFeed,
-        form: CanonicalForm,
-        recorder: FlightRecorder,
-        checkpointer: Checkpointer,
-        rewind: Rewind,
-        limits: Limits,
-        tracker: Tracker,
-        data: Data,
-        batch_size: int,
-    ) -> None:
-        self._trainer, self._feed, self._form = trainer, feed, form
-        self._recorder, self._checkpointer, self._rewind = recorder, checkpointer, rewind
-        self._limits, self._tracker = limits, tracker
-        self._data, self._batch_size = data, batch_size
-        self._skipped: list[int] = []
-        self._record: Path | None = None
-        self._rewinds = len(feed.left_out)
+    trainer: TrainerSettings
+    feed: BatchFeed
+    form: CanonicalForm
+    recorder: FlightRecorder
+    checkpointer: Checkpointer
+    rewind: Rewind
+    limits: Limits
+    tracker: Tracker
+    data: Data
+    batch_size: int
+    _skipped: list[int] = field(default_factory=list[int])
+    _record: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._rewinds = len(self.feed.left_out)
 
     @property
     def rewinds(self) -> bool:
         """Whether a checkpoint must be there from the beginning."""
-        return self._trainer.on_nonfinite == "rewind"
+        return self.trainer.on_nonfinite == "rewind"
 
     def handle(
         self, bad: BadStep, state: TrainState, check: FiniteCheck, progress: Progress
@@ -79,34 +74,34 @@ class Recovery:
         """
         check.forget()
         # Two saves at once would wait for each other's processes.
-        self._checkpointer.settle()
+        self.checkpointer.settle()
         step = bad.values.step
         progress.step = step - 1
-        number, batch = self._feed.number(step), self._feed.back_to(step)
+        number, batch = self.feed.number(step), self.feed.back_to(step)
         samples = self._samples(number)
-        snapshot = self._form.snapshot(state)
+        snapshot = self.form.snapshot(state)
         good = bool(np.asarray(snapshot.finite))
         limit = self._limit(step, good=good)
-        action = "stop" if limit else self._trainer.on_nonfinite
+        action = "stop" if limit else self.trainer.on_nonfinite
         incident = Incident(bad, number, samples, batch, list(check.history), action)
-        record, remark = self._recorder.write(incident, snapshot)
+        record, remark = self.recorder.write(incident, snapshot)
         # Only the first few are recorded; one of them shows what the later ones are like.
         self._record = record or self._record
         where = f"batch {number}{_shown(samples)}"
         # Later, an index below zero is one that the loss has always masked.
-        indices = self._recorder.indices(batch, negative=step == 1)
+        indices = self.recorder.indices(batch, negative=step == 1)
         kept = f"record: {record}" if record else remark
         if action == "stop":
             self._log(incident, f"{where}; {kept}", record)
             if good and progress.step:
                 # The state before it was not finite either, if an earlier save found one so.
                 with suppress(StateNotFinite):
-                    self._checkpointer.save(state, progress.step, loss=None)
+                    self.checkpointer.save(state, progress.step, loss=None)
             raise bad_step_error(
                 bad.values,
                 batch=where,
-                limit="" if self._trainer.on_nonfinite == "stop" and good else limit,
-                fix=_next_steps(self._record, self._trainer.on_nonfinite),
+                limit="" if self.trainer.on_nonfinite == "stop" and good else limit,
+                fix=_next_steps(self._record, self.trainer.on_nonfinite),
                 indices=indices,
             ) from None
         if action == "skip":
@@ -120,7 +115,7 @@ class Recovery:
 
     def _limit(self, step: int, *, good: bool) -> str:
         """Return why the run stops; empty if it continues."""
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer.on_nonfinite == "rewind":
             most = trainer.max_rewinds
             return f"the run went back {counted(most, 'time')}" * (self._rewinds >= most)
@@ -142,25 +137,25 @@ class Recovery:
 
     def _go_back(self, number: int, progress: Progress) -> tuple[TrainState, str]:
         """Restore the newest checkpoint, and leave out the batches since."""
-        metadata, state = self._rewind()
+        metadata, state = self.rewind()
         before, self._rewinds = count_batches(progress.left_out), self._rewinds + 1
         first = metadata.step + count_batches(metadata.left_out)
         progress.go_back(metadata.step, metadata.skipped)
-        self._feed.leave_out(metadata.left_out, first, number)
-        if self._limits.whole_data and self._limits.steps is not None:
+        self.feed.leave_out(metadata.left_out, first, number)
+        if self.limits.whole_data and self.limits.steps is not None:
             # An epoch has fewer batches now.
-            self._limits.steps -= count_batches(progress.left_out) - before
+            self.limits.steps -= count_batches(progress.left_out) - before
         left = f"batch {first}" if first == number else f"batches {first} to {number}"
         left += " are" if first < number else " is"
         return state, f"back to the checkpoint of step {metadata.step}, {left} left out"
 
     def _samples(self, number: int) -> list[int] | None:
-        ids = self._data.ids(number, self._batch_size)
+        ids = self.data.ids(number, self.batch_size)
         return None if ids is None else [int(each) for each in ids]
 
     def _log(self, incident: Incident, text: str, record: Path | None) -> None:
         values = incident.bad.values
-        self._tracker.event(
+        self.tracker.event(
             "incident",
             values.step,
             f"{values}: {text}",

@@ -21,8 +21,7 @@ from meshwright.mesh.build import Device
 from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.recipe import make_recipe
-from meshwright.step.assemble import Assembled
-from meshwright.step.state import LossScale, TrainState
+from meshwright.step.state import LossScale
 from meshwright.tasks.grpo import GRPO
 from meshwright.trainer.incidents.flight_record import FlightRecord, read_record
 from meshwright.trainer.incidents.replay_text import BadArray, Replay
@@ -68,7 +67,8 @@ def replay(
     state = assembled.start(values)
     if scale is not None:
         state = replace(state, loss_scale=LossScale(*map(jnp.asarray, scale)))
-    metrics = _run(assembled, state, read)
+    compiled: Callable[..., Any] = assembled.step
+    metrics = jax.device_get(compiled(state, assembled.put_batch(read.batch))[1])
     with jax.default_device(chosen[0]):
         origin = first_origin(trainer.loss, assembled, values, read, scale)
         responsible = find_responsible(trainer.loss, assembled, values, read, scale)
@@ -88,12 +88,6 @@ def replay(
         responsible=responsible,
         numbered=read.facts["samples"] is not None,
     )
-
-
-def _run(assembled: Assembled, state: TrainState, read: FlightRecord) -> dict[str, Any]:
-    batch = assembled.put_batch(read.batch)
-    compiled: Callable[..., Any] = assembled.step
-    return jax.device_get(compiled(state, batch)[1])
 
 
 def _parts(

@@ -60,7 +60,7 @@ def _plans(
             # Parameters that need more memory on more devices may not fit at all.
             fits[count] = Fit(
                 problem=f"it would shard parameters over {counted(fsdp, 'device')}, and "
-                f"{counted(best, 'process', 'processes')} over {plans[best].size('fsdp')}"
+                f"{counted(best, 'process')} over {plans[best].size('fsdp')}"
             )
             continue
         plans[count], fits[count], best = plan, Fit(mesh=describe_sizes(plan.mesh)), count
@@ -98,7 +98,7 @@ def shrink_plan(plan: Plan, num_devices: int, *, keep_micro: bool = False) -> Pl
     if not counts:
         raise UserError(
             f"the {counted(own, 'sample')} of each of {counted(replicas, 'replica')} cannot be "
-            f"divided into {counted(fewest, 'microbatch', 'microbatches')}"
+            f"divided into {counted(fewest, 'microbatch')}"
         )
     problem: UserError | None = None
     for count in counts:
@@ -122,14 +122,8 @@ def _with_microbatches(plan: Plan, mesh: dict[str, int], replicas: int, count: i
         gradient_accumulation_steps=count,
         sync_gradients_every=count if once else old.sync_gradients_every,
     )
-    return Plan.parse(
-        {
-            **dict(plan),
-            "mesh": mesh,
-            "batch": batch,
-            "num_microbatches": count if whole else plan.num_microbatches,
-        }
-    )
+    flushed = count if whole else plan.num_microbatches
+    return Plan.parse({**dict(plan), "mesh": mesh, "batch": batch, "num_microbatches": flushed})
 
 
 def fewer_processes_note(plan: Plan) -> str:
@@ -142,5 +136,5 @@ def fewer_processes_note(plan: Plan) -> str:
         f"continuing with {now} of {allowed.full} processes on {describe_sizes(plan.mesh)}; the "
         f"samples stay the same: {batch.global_batch_size} = {batch.micro_batch_size} per device × "
         f"{counted(batch.replicas, 'replica')} × "
-        f"{counted(batch.gradient_accumulation_steps, 'microbatch', 'microbatches')}"
+        f"{counted(batch.gradient_accumulation_steps, 'microbatch')}"
     )

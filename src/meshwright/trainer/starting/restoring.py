@@ -2,6 +2,7 @@
 
 import shlex
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader
@@ -37,46 +38,39 @@ from meshwright.trainer.starting.same_training import (
 from meshwright.trainer.starting.start import Start
 
 
+@dataclass
 class Restoring:
     """Restores the states of a run; a damaged checkpoint is replaced by an earlier one.
 
     ``point`` is the checkpoint that the run resumes from, if any.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        asked: FitSettings,
-        assembled: Assembled,
-        form: CanonicalForm,
-        metadata: RunMetadata,
-    ) -> None:
-        self.point = start.point
-        self._start, self.asked, self._assembled = start, asked, assembled
-        self._form, self._metadata = form, metadata
-        self._compared = ""
-        self._prepared: TrainState | None = None
+    start: Start
+    asked: FitSettings
+    assembled: Assembled
+    form: CanonicalForm
+    metadata: RunMetadata
+    _compared: str = ""
+    _prepared: TrainState | None = None
+
+    def __post_init__(self) -> None:
+        self.point = self.start.point
 
     @property
     def steps_before(self) -> int:
         """Steps done before this run."""
-        return self._start.steps if self.point is None else self.point.step
-
-    @property
-    def skipped_before(self) -> int:
-        """Steps among them that were skipped."""
-        return 0 if self.point is None else self.point.metadata.skipped
+        return self.start.steps if self.point is None else self.point.step
 
     def check(self) -> list[str]:
         """Refuse a checkpoint of another run or model; return accepted changes as warnings."""
-        point, plan = self.point, self._assembled.plan
+        point, plan = self.point, self.assembled.plan
         if point is None:
             return []
-        before, now, config = point.metadata.training, self._metadata.training, self.asked.config
+        before, now, config = point.metadata.training, self.metadata.training, self.asked.config
         check_same_average(before, now, point.path)
-        check_fits(point, self._form)
-        check_same_scale(point, self._assembled.model_leaves.adapters.values())
-        data = self._metadata.data_like(point.metadata)
+        check_fits(point, self.form)
+        check_same_scale(point, self.assembled.model_leaves.adapters.values())
+        data = self.metadata.data_like(point.metadata)
         self._compared = data.compared if point.metadata.dataset == data.text else ""
         from_python = not config and not point.metadata.config
         changes = check_same_run(
@@ -90,7 +84,7 @@ class Restoring:
         )
         # A config says what changed in it, but not in the code that it names.
         known = not_compared(before, now) if from_python else loss_changes(before, now)
-        leaves = self._assembled.traced.layout.leaves
+        leaves = self.assembled.traced.layout.leaves
         return [*changes, *known, *other_microbatches(point.metadata, plan.batch, leaves)]
 
     def set_damaged_aside(self) -> list[str]:
@@ -102,14 +96,14 @@ class Restoring:
 
     def prepare(self) -> None:
         """Make the state of a new run ahead; what fails is tried again when it is needed."""
-        if self.point is None and not self._start.steps:
+        if self.point is None and not self.start.steps:
             with suppress(Exception):
-                self._prepared = self._start.state()
+                self._prepared = self.start.state()
 
     def first_state(self, tracker: Tracker, progress: Progress, callbacks: Callbacks) -> TrainState:
         """Return the state to start from, restored if there is a checkpoint to resume from."""
-        start = self._start
-        if adapted := describe_adapters(self._assembled.model_leaves):
+        start = self.start
+        if adapted := describe_adapters(self.assembled.model_leaves):
             tracker.event("note", 0, adapted, {})
         if self.point is None:
             done = progress.step = start.steps
@@ -151,7 +145,7 @@ class Restoring:
         while True:
             assert self.point is not None
             try:
-                return restore(self.point, self._form, self._start.weights)
+                return restore(self.point, self.form, self.start.weights)
             except DamagedCheckpoint as error:
                 if not self.point.same_run:
                     raise

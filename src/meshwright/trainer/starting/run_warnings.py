@@ -60,7 +60,7 @@ def other_microbatches(
     if before in (None, now) or all(leaf.role == "param" for leaf in leaves):
         return []
     warning = (
-        f"a step had {counted(before, 'microbatch', 'microbatches')} before the checkpoint and "
+        f"a step had {counted(before, 'microbatch')} before the checkpoint and "
         f"has {now} now, which changes dropout and batch statistics"
     )
     size, most = batch.global_batch_size, batch.global_batch_size // before
