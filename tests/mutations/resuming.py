@@ -69,8 +69,9 @@ def _half_precision(right):
 
 def _batch_off(by):
     def make(right):
-        def open_at(self, start, stop):
-            return right(self, start + by if start else start, stop + by if start else stop)
+        def open_at(self, start, stop, *on_end):
+            more = by if start else 0
+            return right(self, start + more, stop + more, *on_end)
 
         return open_at
 
@@ -78,10 +79,10 @@ def _batch_off(by):
 
 
 def _other_seed(right):
-    def open_at(self, start, stop):
+    def open_at(self, start, stop, *on_end):
         if start:
             self.data = dataclasses.replace(self.data, seed=self.data.seed + 1)
-        return right(self, start, stop)
+        return right(self, start, stop, *on_end)
 
     return open_at
 
