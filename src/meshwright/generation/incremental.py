@@ -26,7 +26,9 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
     scan_counts,
+    scan_parts,
 )
+from meshwright.program.kernels.fused_attention import padded
 
 MASKED = 8192
 """The most positions of which masks are evaluated; windows must be shorter."""
@@ -90,7 +92,7 @@ class IncrementalDecoder:
     ) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
         chunk = self.traced.chunk
-        tokens = _lengthened(tokens, 1, -(-tokens.shape[1] // chunk) * chunk)
+        tokens = padded(tokens, (1,), -tokens.shape[1] % chunk)
         program = self._program_for_prompts(tokens.shape[1])
         whole = aval_of(program.jaxpr.invars[-1]).shape[1] == tokens.shape[1]
         attention = self.traced.attention(tokens.shape[1]) if whole else {}
@@ -102,7 +104,8 @@ class IncrementalDecoder:
         logits, cache = jax.vmap(one)(tokens, lengths, source)
         places = [self.orders[v].index(dim) + 1 for v, dim in self.plan.kept.items()]
         # There is room for what is to come.
-        rows = list(map(_lengthened, cache["rows"], places, self.lengths.values()))
+        each = zip(cache["rows"], places, self.lengths.values(), strict=True)
+        rows = [padded(x, (dim,), length - x.shape[dim]) for x, dim, length in each]
         return logits, {**cache, "rows": rows}
 
     def step(
@@ -127,11 +130,6 @@ class IncrementalDecoder:
             return self.traced.of_length(length)
         except NotIncremental:
             return self.traced.of_length(self.length)
-
-
-def _lengthened(value: Array, dim: int, length: int) -> Array:
-    room = [(0, length - value.shape[dim] if d == dim else 0) for d in range(value.ndim)]
-    return jnp.pad(value, room)
 
 
 def _with_row(cache: Array, row: Array, position: Array, dim: int, *, divided: bool) -> Array:
@@ -223,10 +221,12 @@ class _Rows:
                 if (variable, WHOLE) in self._values:
                     continue
                 for need in self._to_compute(variable):
-                    if need[1] and variable in self._attention:
-                        self._values[variable, need] = self._attend(self._attention[variable])
-                        continue
-                    self._values[variable, need] = self._compute(eqn, long, number, need)
+                    if need[1] and (known := self._attention.get(variable)):
+                        # What its operations compute is not read then.
+                        found = known.run(*map(self._all_rows, known.operands))
+                    else:
+                        found = self._compute(eqn, long, number, need)
+                    self._values[variable, need] = found
                 if variable in self._plan.kept:
                     row = self._values[variable, (self._plan.kept[variable], True)]
                     self._keep(variable, row, long.outvars[number])
@@ -337,10 +337,6 @@ class _Rows:
         rows = self._chosen(every, self._unit(eqn.outvars[number], dim))
         return rule.run(long, operands, rows)[number]
 
-    def _attend(self, attention: PromptAttention) -> Value:
-        """Compute attention over a whole prompt; what its operations compute is not read then."""
-        return attention.run(*map(self._all_rows, attention.operands))
-
     def _all_rows(self, atom: Atom) -> Value:
         """Return all rows of a value, where all rows are new; it may not be part of the plan."""
         if isinstance(atom, Literal):
@@ -353,14 +349,14 @@ class _Rows:
 
     def _run_loop(self, eqn: Equation, long: Equation) -> None:
         """Run a loop over the new rows, from the state that the last one left."""
-        constants, carries = scan_counts(eqn)
+        _, carries = scan_counts(eqn)
         rule = self._plan.positions.rule(eqn, carries, 0)
         assert rule is not None
         operands = [
             self._read(atom, WHOLE if inner is None else (0, True))
             for atom, inner in zip(eqn.invars, rule.dims, strict=True)
         ]
-        fixed, state = operands[:constants], operands[constants : constants + carries]
+        fixed, state, sequences = scan_parts(eqn, operands)
         if self._cache is not None:
             state = self._cache["states"][len(self._states)]
         # The state is that after the last whole chunk.
@@ -369,7 +365,7 @@ class _Rows:
         state, results = jax.lax.scan(
             _only_valid(long, fixed, carries, valid),
             [jnp.asarray(value) for value in state],
-            (jnp.arange(self._rows.count // unit), operands[constants + carries :]),
+            (jnp.arange(self._rows.count // unit), sequences),
         )
         self._states.append(state)
         for variable, value in zip(eqn.outvars[carries:], results, strict=True):

@@ -17,7 +17,7 @@ from meshwright.generation.shared_operands import share_operands
 from meshwright.generation.token_decoder import COUNT, SplitModel
 from meshwright.program.dims.op import primitives
 from meshwright.program.dims.walk import ProgramDims
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call, unroll_scan
 from meshwright.program.jaxpr.equations import (
     REMATS,
     Atom,
@@ -27,7 +27,6 @@ from meshwright.program.jaxpr.equations import (
     Value,
     Var,
     aval_of,
-    scan_counts,
     structs_of,
 )
 from meshwright.program.kernels.fused_attention import check_cudnn, make_attend, run_attention
@@ -219,22 +218,7 @@ class Loops:
             self._found.append(unrolled)
         else:
             unrolled = next(self._again, False)
-        return _unroll(eqn, env) if unrolled else None
-
-
-def _unroll(eqn: Equation, env: Environment) -> list[Value]:
-    constants, carries = scan_counts(eqn)
-    operands = env.operands(eqn)
-    fixed, state = operands[:constants], operands[constants : constants + carries]
-    results: list[list[Value]] = []
-    turns = range(eqn.params["length"])
-    for turn in reversed(turns) if eqn.params["reverse"] else turns:
-        slices = [value[turn] for value in operands[constants + carries :]]
-        out = env.run(eqn.params["jaxpr"], [*fixed, *state, *slices])
-        state = out[:carries]
-        results.append(out[carries:])
-    ordered = results[::-1] if eqn.params["reverse"] else results
-    return [*state, *(jnp.stack(parts) for parts in zip(*ordered, strict=True))]
+        return unroll_scan(eqn, env) if unrolled else None
 
 
 def _inline(eqn: Equation, env: Environment) -> list[Value] | None:

@@ -10,8 +10,7 @@ from typing import Any
 from meshwright.program.dims import calls, contractions, elementwise, reduce, shape, slicing
 from meshwright.program.dims.factors import DimFactor, Dims, Factors, factors_of
 from meshwright.program.dims.op import Log, Op, Rule, Value, is_inexact, shape_of, unknown
-from meshwright.program.jaxpr.equations import Equation, Jaxpr, Literal, Var, name_stack
-from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.equations import Equation, Jaxpr, Literal, Var, equation_module
 
 RULES: Mapping[str, Rule] = {
     **elementwise.RULES,
@@ -99,7 +98,7 @@ class Walk:
         op = Op(
             equation=equation,
             operands=[self._read(program, atom) for atom in equation.invars],
-            path=module_of(name_stack(equation)) or program.path,
+            path=equation_module(equation) or program.path,
             times=program.times,
             factors=self.factors,
             log=self.log,
