@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -52,19 +53,17 @@ def find_attention(closed: ClosedJaxpr, kernel: str) -> list[PromptAttention]:
     consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     scope = Scope(ProgramDims(closed.jaxpr, "", 1), consts)
     for end in makes_weights(scope.graph):
-        try:
+        with suppress(NotReplaced):
             # Masks are evaluated, also while a function that reads prompts is traced.
             with jax.ensure_compile_time_eval():
                 match = match_attention(scope, end)
             if match is None or match.operands.leaves or match.operands.function:
                 continue
+            own = match.operands
             if kernel == "cudnn":
-                check_cudnn(match.operands, "gpu")
-        except NotReplaced:
-            continue
-        own = match.operands
-        run = partial(run_attention, own, make_attend(own, kernel))
-        found.append(PromptAttention((own.query, own.key, own.value), match.output, run))
+                check_cudnn(own, "gpu")
+            run = partial(run_attention, own, make_attend(own, kernel))
+            found.append(PromptAttention((own.query, own.key, own.value), match.output, run))
     return found
 
 
