@@ -174,9 +174,7 @@ def widen_derivatives(eqn: Equation, env: Environment) -> list[Value] | None:
     """Evaluate a custom_jvp or custom_vjp function, and widen its derivative too."""
     if eqn.primitive.name == "custom_jvp_call":
         return _with_pushforward(eqn, env)
-    if eqn.primitive.name == "custom_vjp_call":
-        return _with_pullback(eqn, env)
-    return None
+    return _with_pullback(eqn, env) if eqn.primitive.name == "custom_vjp_call" else None
 
 
 def _with_pushforward(eqn: Equation, env: Environment) -> list[Value]:
