@@ -71,8 +71,8 @@ def _half_the_positions(run, x, scale):
 
 
 def _divided_again(right):
-    def prepare(weights, value, use, specs):
-        used = right(weights, value, use, specs)
+    def prepare(weights, value, use):
+        used = right(weights, value, use)
         return used / 2 + jax.lax.stop_gradient(used / 2)
 
     return prepare
@@ -81,9 +81,9 @@ def _divided_again(right):
 def _gradient_as_it_is(right):
     """Gather weights as always; their gradients get no layout."""
 
-    def prepare(weights, value, use, specs):
+    def prepare(weights, value, use):
         def gather(weight):
-            return right(weights, weight, dataclasses.replace(use, trained=False), specs)
+            return right(weights, weight, dataclasses.replace(use, trained=False))
 
         prepared = jax.custom_vjp(gather)
         prepared.defvjp(lambda weight: (gather(weight), None), lambda _, cotangent: (cotangent,))
@@ -99,7 +99,7 @@ _no_activation_is_pinned = replace(
 
 def _nothing_is_pinned(patch):
     _no_activation_is_pinned(patch)
-    replace(Weights, "_prepare", lambda right: lambda weights, value, *_: value)(patch)
+    replace(Weights, "prepare", lambda right: lambda weights, value, *_: value)(patch)
 
 
 MUTATIONS = (
@@ -164,7 +164,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of gathered weights are divided by the devices once more",
-        replace(Weights, "_prepare", _divided_again),
+        replace(Weights, "prepare", _divided_again),
         FSDP_PLAIN,
         ("float64 gradients", "own_precision gradients"),
         seen="averaging in ZeRO's reduce-scatter",
@@ -173,7 +173,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of gathered weights get no layout, and the compiler chooses one",
-        replace(Weights, "_prepare", _gradient_as_it_is),
+        replace(Weights, "prepare", _gradient_as_it_is),
         LEDGER_TOKENS,
         ("fsdp above the minimum",),
         names="fsdp",

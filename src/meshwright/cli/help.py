@@ -3,7 +3,7 @@
 import shutil
 import textwrap
 
-from meshwright.cli.commands import COMMANDS, Command, Flag
+from meshwright.cli.commands import COMMANDS, Command
 
 _SETTINGS = {
     "simulate=N": "use N virtual CPU devices",
@@ -34,6 +34,8 @@ def general_help() -> str:
 
 def command_help(command: Command) -> str:
     """Return what `meshwright COMMAND --help` prints."""
+    flags = {f"{flag.name} {flag.value}".strip(): flag.help for flag in command.all_flags}
+    width = max(map(len, flags))
     lines = [
         f"meshwright {command.name}: {command.help}",
         "",
@@ -41,7 +43,7 @@ def command_help(command: Command) -> str:
         f"example: {command.example}",
         "",
         "flags:",
-        *_flag_lines(command.all_flags),
+        *(_entry(name, text, width) for name, text in flags.items()),
         *(_config_lines() if command.composes else ()),
     ]
     return "\n".join(lines)
@@ -60,12 +62,6 @@ def _config_lines() -> list[str]:
         "settings: `meshwright config` lists every key; write section.key=value.",
         *(_entry(name, text, 20) for name, text in _SETTINGS.items()),
     ]
-
-
-def _flag_lines(flags: tuple[Flag, ...]) -> list[str]:
-    names = [f"{flag.name} {flag.value}".strip() for flag in flags]
-    width = max(map(len, names))
-    return [_entry(name, flag.help, width) for name, flag in zip(names, flags, strict=True)]
 
 
 def _entry(name: str, text: str, width: int) -> str:

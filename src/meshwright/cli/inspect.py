@@ -59,7 +59,7 @@ def run(request: Request) -> int:
         report["generation"] = how
     if assembled.pipeline_report is not None:
         report["pipeline"] = asdict(assembled.pipeline_report)
-    request.output.result(report, _picture(assembled, leaves, report, assembled.pipeline_report))
+    request.output.result(report, _picture(assembled, leaves, report))
     return ExitCode.DONE
 
 
@@ -89,10 +89,7 @@ def _totals(assembled: Assembled, leaves: list[LeafReport]) -> dict[str, int]:
 
 
 def _picture(
-    assembled: Assembled,
-    leaves: list[LeafReport],
-    report: dict[str, Any],
-    pipeline: PipelineReport | None,
+    assembled: Assembled, leaves: list[LeafReport], report: dict[str, Any]
 ) -> RenderableType:
     totals, how = report["totals"], report.get("generation")
     summary = (
@@ -100,24 +97,25 @@ def _picture(
         f"{human_bytes(totals['bytes_per_device'])} of parameters and "
         f"{human_bytes(totals['optimizer_bytes_per_device'])} of optimizer state"
     )
-    parts: list[RenderableType] = [
+    return Group(
         render_mesh(assembled.mesh),
         Text(),
         Text(assembled.plan.describe()),
         Text(summary),
         *(Indented(f"remark: {remark}", first=0) for remark in report["remarks"]),
         Text(),
-        *(() if pipeline is None else _pipeline(assembled, pipeline)),
+        *_pipeline(assembled, assembled.pipeline_report),
         *_context(assembled),
         *_kernels(assembled),
         *([Indented(f"generation: {how}", first=0), Text()] if how else []),
         _rows(leaves),
-    ]
-    return Group(*parts)
+    )
 
 
-def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[RenderableType]:
-    """Yield the contents of the stages, and the schedule."""
+def _pipeline(assembled: Assembled, found: PipelineReport | None) -> Iterator[RenderableType]:
+    """Yield the contents of the stages, and the schedule; nothing without stages."""
+    if found is None:
+        return
     for number, stage in enumerate(found.stages):
         noun = "block" if len(stage.blocks) == 1 else "blocks"
         blocks = ", ".join(map(str, stage.blocks))

@@ -16,6 +16,5 @@ def invoked_as() -> list[str]:
     found, own = shutil.which(NAME), Path(sys.executable).parent / NAME
     if found is not None and own.exists() and own.samefile(found):
         return [NAME]
-    if Path(sys.argv[0]).name == NAME:
-        return [sys.argv[0]]
-    return [sys.orig_argv[0], "-m", NAME]
+    typed = sys.argv[0]
+    return [typed] if Path(typed).name == NAME else [sys.orig_argv[0], "-m", NAME]

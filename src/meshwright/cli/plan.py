@@ -181,12 +181,8 @@ def _goal(request: Request, hardware: Hardware) -> PlanGoal | None:
         goal = Goal(duration.steps, "steps")
     else:
         return None
-    known = _num_samples(request.config) if goal.unit == "epochs" else None
-    return PlanGoal(goal, known, price)
-
-
-def _num_samples(config: Config) -> int | None:
-    return find_data(config, make_task(config)).train.num_samples
+    data = find_data(request.config, make_task(request.config)) if goal.unit == "epochs" else None
+    return PlanGoal(goal, data and data.train.num_samples, price)
 
 
 def with_any_data(request: Request, decided: set[str]) -> Config:

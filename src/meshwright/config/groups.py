@@ -74,6 +74,5 @@ def expand_shorthands(text: str) -> list[str]:
     """
     if mesh := _MESH.fullmatch(text):
         return [f"mesh.{part.strip()}" for part in mesh[2].split(",")]
-    if kind := _OWN_KIND.fullmatch(text):
-        return [f"{kind[1]}.kind={kind[2]}"]
-    return [text]
+    kind = _OWN_KIND.fullmatch(text)
+    return [f"{kind[1]}.kind={kind[2]}"] if kind else [text]

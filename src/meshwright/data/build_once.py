@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,12 @@ class BuildLock:
     def acquire(self) -> bool:
         """Take the lock if it is free; return whether this process has it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
+        with ExitStack() as opened:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            opened.callback(os.close, descriptor)
             if not self._lock(descriptor):
-                os.close(descriptor)
                 return False
-        except BaseException:
-            os.close(descriptor)
-            raise
+            opened.pop_all()
         self._descriptor = descriptor
         self.say("starting")
         return True

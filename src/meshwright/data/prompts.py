@@ -121,10 +121,7 @@ def as_prompts(given: Any, tokenizer: Any = None) -> Any:
 
 def as_objects(values: Sequence[Any]) -> NDArray[Any]:
     """Return an array of objects, also of lists of one length."""
-    array = np.empty(len(values), object)
-    for number, value in enumerate(values):
-        array[number] = value
-    return array
+    return np.fromiter(values, object, len(values))
 
 
 class SumSource:

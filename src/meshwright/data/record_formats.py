@@ -148,7 +148,14 @@ class ParquetRows(RecordFiles):
     def columns(self, file: Path, present: list[str]) -> list[str]:
         """Return the columns to read, of those that a file has."""
         wanted = self.fields or [self.field]
-        _check_columns(file, wanted, present)
+        for column in wanted:
+            if column not in present:
+                raise UserError(
+                    f"{file} has no column `{column}`",
+                    why=f"its columns are {', '.join(present)}",
+                    fix=did_you_mean(column, present)
+                    or f"write {Setting('data.field', ANY)} with one of them",
+                )
         return wanted
 
     def parse(self, raw: dict[str, Any]) -> dict[str, Any]:
@@ -159,17 +166,6 @@ class ParquetRows(RecordFiles):
 def _rows_at_once(group: Any) -> int:
     """Return how many rows of a row group to read at a time."""
     return min(max(BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1), 1), 2**14)
-
-
-def _check_columns(file: Path, wanted: list[str], present: list[str]) -> None:
-    for column in wanted:
-        if column not in present:
-            raise UserError(
-                f"{file} has no column `{column}`",
-                why=f"its columns are {', '.join(present)}",
-                fix=did_you_mean(column, present)
-                or f"write {Setting('data.field', ANY)} with one of them",
-            )
 
 
 def _import_parquet() -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -87,14 +88,12 @@ def _blocks(
 def _raw(file: Path, number: int, done: int) -> Iterator[DocumentBlock]:
     """Yield the bytes of a file, which are its tokens."""
     with open(file, "rb") as content:
-        part = content.read(READ_BYTES)
-        while part:
+        parts = iter(lambda: content.read(READ_BYTES), b"")
+        for part, following in pairwise(chain(parts, [b""])):
             done += len(part)
-            following = content.read(READ_BYTES)
             is_piece = bool(following) or content.tell() > READ_BYTES
             tokens = np.frombuffer(part, np.uint8)
             yield DocumentBlock([tokens], (number, 1), done, (), is_piece, bool(following))
-            part = following
 
 
 def _decoded(
@@ -113,15 +112,12 @@ def _decoded(
         why = f"it is not UTF-8: {error.reason} at byte {error.start:,}"
         yield DocumentBlock([], (number, 1), done + size, [("", why)])
         return
-    read, groups = 0, pieces(_text_parts(file), tokenizer)
-    group = next(groups)
-    while group is not None:
-        following = next(groups, None)
+    read = 0
+    for group, following in pairwise(chain(pieces(_text_parts(file), tokenizer), [[]])):
         # In characters, of which there are no more than bytes.
         read += sum(map(len, group))
-        at = done + size if following is None else done + min(read, size)
-        yield DocumentBlock(group, (number, 1), at, (), True, following is not None)
-        group = following
+        at = done + min(read, size) if following else done + size
+        yield DocumentBlock(group, (number, 1), at, (), True, bool(following))
 
 
 def _text_parts(file: Path) -> Iterator[str]:

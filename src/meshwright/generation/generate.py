@@ -306,7 +306,8 @@ def make_generator(
     own = split.structure.context
     context = own if context_length is None else context_length
     check_count("context_length", context)
-    placement = placement_of(split.weights, _as_mesh(mesh))
+    mesh = mesh if mesh is None or isinstance(mesh, Mesh) else build_mesh(mesh_sizes(mesh))
+    placement = placement_of(split.weights, mesh)
     if placement.divides_weights:
         # A model that is no decoder is refused before its program is looked at.
         vocabulary_of(split, min(8, context))
@@ -389,12 +390,6 @@ def _with_defaults(
     shown = {key: list(v) if isinstance(v, tuple) else v for key, v in taken.items()}
     said = ", ".join(argument(key, value) for key, value in shown.items())
     return Sampling(**{**taken, **asked}), ((f"from {found.folder}: {said}",) if said else ())
-
-
-def _as_mesh(mesh: Any) -> Mesh | None:
-    if mesh is None or isinstance(mesh, Mesh):
-        return mesh
-    return build_mesh(mesh_sizes(mesh))
 
 
 def _listed(prompts: Prompts) -> list[Any]:

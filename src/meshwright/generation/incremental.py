@@ -1,6 +1,7 @@
 """A decoder derived from a model's program: it computes new rows, and keeps what they need."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,7 +27,9 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
     scan_counts,
+    scan_parts,
 )
+from meshwright.program.kernels.fused_attention import padded
 
 MASKED = 8192
 """The most positions of which masks are evaluated; windows must be shorter."""
@@ -90,7 +93,7 @@ class IncrementalDecoder:
     ) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
         chunk = self.traced.chunk
-        tokens = _lengthened(tokens, 1, -(-tokens.shape[1] // chunk) * chunk)
+        tokens = padded(tokens, (1,), -tokens.shape[1] % chunk)
         program = self._program_for_prompts(tokens.shape[1])
         whole = aval_of(program.jaxpr.invars[-1]).shape[1] == tokens.shape[1]
         attention = self.traced.attention(tokens.shape[1]) if whole else {}
@@ -102,7 +105,8 @@ class IncrementalDecoder:
         logits, cache = jax.vmap(one)(tokens, lengths, source)
         places = [self.orders[v].index(dim) + 1 for v, dim in self.plan.kept.items()]
         # There is room for what is to come.
-        rows = list(map(_lengthened, cache["rows"], places, self.lengths.values()))
+        each = zip(cache["rows"], places, self.lengths.values(), strict=True)
+        rows = [padded(x, (dim,), length - x.shape[dim]) for x, dim, length in each]
         return logits, {**cache, "rows": rows}
 
     def step(
@@ -127,11 +131,6 @@ class IncrementalDecoder:
             return self.traced.of_length(length)
         except NotIncremental:
             return self.traced.of_length(self.length)
-
-
-def _lengthened(value: Array, dim: int, length: int) -> Array:
-    room = [(0, length - value.shape[dim] if d == dim else 0) for d in range(value.ndim)]
-    return jnp.pad(value, room)
 
 
 def _with_row(cache: Array, row: Array, position: Array, dim: int, *, divided: bool) -> Array:
@@ -181,41 +180,39 @@ def _plain_product(
     return product if side else jnp.moveaxis(product, -1, count)
 
 
+@dataclass(eq=False)
 class _Rows:
     """One evaluation of new rows; variables are those of the short program."""
 
-    def __init__(
-        self,
-        decoder: IncrementalDecoder,
-        program: ClosedJaxpr,
-        weights: Weights,
-        tokens: Array,
-        rows: Rows,
-        last: Any,
-        cache: Cache | None,
-        attention: Mapping[Var, PromptAttention] | None = None,
-    ) -> None:
-        self._attention = attention or {}
-        self._decoder, self._plan, self._program = decoder, decoder.plan, program
-        self._rows, self._last, self._cache = rows, last, cache
-        self._values: dict[tuple[Var, Need], Value] = {}
-        self._new: dict[Var, Value] = {}
-        self._states: list[list[Value]] = []
-        short = decoder.traced.short.jaxpr
-        self._longs = dict(zip(map(id, short.eqns), program.jaxpr.eqns, strict=True))
-        self._give(short.constvars, program.consts)
-        self._give([*self._plan.prepared, *decoder.sources][: len(weights)], weights)
-        if cache is not None:
-            self._give(self._plan.fixed, cache["source"])
-        given = short.invars[-1]
-        self._values[given, (1, True)] = tokens[None]
-        if given in self._plan.kept:
-            self._keep(given, tokens[None], self._program.jaxpr.invars[-1])
+    decoder: IncrementalDecoder
+    program: ClosedJaxpr
+    weights: Weights
+    tokens: Array
+    rows: Rows
+    last: Any
+    cache: Cache | None
+    attention: Mapping[Var, PromptAttention] = field(default_factory=dict[Var, PromptAttention])
+    _values: dict[tuple[Var, Need], Value] = field(default_factory=dict[tuple[Var, Need], Value])
+    _new: dict[Var, Value] = field(default_factory=dict[Var, Value])
+    _states: list[list[Value]] = field(default_factory=list[list[Value]])
+
+    def __post_init__(self) -> None:
+        short, self._plan = self.decoder.traced.short.jaxpr, self.decoder.plan
+        self._longs = dict(zip(map(id, short.eqns), self.program.jaxpr.eqns, strict=True))
+        self._give(short.constvars, self.program.consts)
+        given = [*self._plan.prepared, *self.decoder.sources]
+        self._give(given[: len(self.weights)], self.weights)
+        if self.cache is not None:
+            self._give(self._plan.fixed, self.cache["source"])
+        own = short.invars[-1]
+        self._values[own, (1, True)] = self.tokens[None]
+        if own in self._plan.kept:
+            self._keep(own, self.tokens[None], self.program.jaxpr.invars[-1])
 
     def run(self) -> tuple[Array, Cache]:
         """Return the logits of the last row, and the new cache."""
-        short = self._decoder.traced.short.jaxpr
-        for eqn, long in zip(short.eqns, self._program.jaxpr.eqns, strict=True):
+        short = self.decoder.traced.short.jaxpr
+        for eqn, long in zip(short.eqns, self.program.jaxpr.eqns, strict=True):
             if eqn in self._plan.carried:
                 self._run_loop(eqn, long)
                 continue
@@ -223,26 +220,28 @@ class _Rows:
                 if (variable, WHOLE) in self._values:
                     continue
                 for need in self._to_compute(variable):
-                    if need[1] and variable in self._attention:
-                        self._values[variable, need] = self._attend(self._attention[variable])
-                        continue
-                    self._values[variable, need] = self._compute(eqn, long, number, need)
+                    if need[1] and (known := self.attention.get(variable)):
+                        # What its operations compute is not read then.
+                        found = known.run(*map(self._all_rows, known.operands))
+                    else:
+                        found = self._compute(eqn, long, number, need)
+                    self._values[variable, need] = found
                 if variable in self._plan.kept:
                     row = self._values[variable, (self._plan.kept[variable], True)]
                     self._keep(variable, row, long.outvars[number])
         logits = self._read(short.outvars[0], (1, False))
         # In the order of the plan: equations come in the other one.
-        rows = [self._last_of(v) if self._cache is None else self._new[v] for v in self._plan.kept]
+        rows = [self._last_of(v) if self.cache is None else self._new[v] for v in self._plan.kept]
         source = [self._values[variable, WHOLE] for variable in self._plan.fixed]
         return logits[0, 0], {"rows": rows, "states": self._states, "source": source}
 
     def _last_of(self, variable: Var) -> Value:
         """Return what the cache has of a value that was computed for a whole prompt."""
-        value, size = self._new[variable], self._decoder.lengths[variable]
-        place = self._decoder.orders[variable].index(self._plan.kept[variable])
+        value, size = self._new[variable], self.decoder.lengths[variable]
+        place = self.decoder.orders[variable].index(self._plan.kept[variable])
         if value.shape[place] <= size:
             return value
-        return jnp.take(value, positions_in(size, self._last), place, mode="clip")
+        return jnp.take(value, positions_in(size, self.last), place, mode="clip")
 
     def _give(self, variables: Sequence[Var], values: Sequence[Value]) -> None:
         for variable, value in zip(variables, values, strict=True):
@@ -255,7 +254,7 @@ class _Rows:
         if WHOLE not in needs or variable in self._plan.kept:
             return rows
         rows = [need for need in rows if not self._from_whole(variable, need)]
-        once = variable in self._plan.of_source and self._cache is not None
+        once = variable in self._plan.of_source and self.cache is not None
         return rows if once else [WHOLE, *rows]
 
     def _from_whole(self, variable: Var, need: Need) -> bool:
@@ -266,18 +265,18 @@ class _Rows:
 
     def _keep(self, variable: Var, row: Value, long: Var) -> None:
         """Add new rows to what is kept."""
-        order = self._decoder.orders[variable]
+        order = self.decoder.orders[variable]
         dim = order.index(self._plan.kept[variable])
         row = jnp.transpose(row, order)
-        if self._cache is None:
+        if self.cache is None:
             before = jnp.zeros([aval_of(long).shape[d] for d in order], row.dtype)
         else:
-            before = self._cache["rows"][list(self._plan.kept).index(variable)]
-        start = self._rows.chunks(self._unit(variable, self._plan.kept[variable])).start
-        if self._cache is not None and variable in self._decoder.rings:
-            start = start % self._decoder.lengths[variable]
-        if self._cache is not None and self._rows.count == 1:
-            new = _with_row(before, row, start, dim, divided=self._decoder.traced.divided)
+            before = self.cache["rows"][list(self._plan.kept).index(variable)]
+        start = self.rows.chunks(self._unit(variable, self._plan.kept[variable])).start
+        if self.cache is not None and variable in self.decoder.rings:
+            start = start % self.decoder.lengths[variable]
+        if self.cache is not None and self.rows.count == 1:
+            new = _with_row(before, row, start, dim, divided=self.decoder.traced.divided)
         else:
             new = jax.lax.dynamic_update_slice_in_dim(before, row, start, dim)
         self._new[variable] = new
@@ -292,23 +291,23 @@ class _Rows:
             return self._values[atom, need]
         (dim, every), unit = need, self._unit(atom, need[0])
         if not every and (atom, (dim, True)) in self._values:
-            if self._rows.count == 1:
+            if self.rows.count == 1:
                 return self._values[atom, (dim, True)]
-            inside = Rows(self._last - self._rows.start, 1).chunks(unit)
+            inside = Rows(self.last - self.rows.start, 1).chunks(unit)
             return inside.of(self._values[atom, (dim, True)], dim)
         return self._chosen(every, unit).of(self._values[atom, WHOLE], dim)
 
     def _chosen(self, every: bool, unit: int) -> Rows:
-        return (self._rows if every else Rows(self._last, 1)).chunks(unit)
+        return (self.rows if every else Rows(self.last, 1)).chunks(unit)
 
     def _unit(self, atom: Atom, dim: int) -> int:
         return self._plan.positions.unit(atom, dim)
 
     def _compute(self, eqn: Equation, long: Equation, number: int, need: Need) -> Value:
-        ring = None if self._cache is None else self._decoder.rings.get(eqn.outvars[number])
+        ring = None if self.cache is None else self.decoder.rings.get(eqn.outvars[number])
         if ring is not None:
             # A program as long as the ring says what shapes there are.
-            long = self._decoder.of_ring[ring[1]][id(eqn)]
+            long = self.decoder.of_ring[ring[1]][id(eqn)]
         if need == WHOLE:
             return bind(long, [self._read(a, WHOLE) for a in eqn.invars])[number]
         dim, every = need
@@ -322,24 +321,20 @@ class _Rows:
         keys = None if ring is None else self._plan.positions.rule(eqn, number, ring[0])
         if ring is not None and keys is not None:
             # What depends on no token has keys of all positions.
-            at, depends = positions_in(ring[1], self._last), self._plan.positions.depends
+            at, depends = positions_in(ring[1], self.last), self._plan.positions.depends
             operands = [
                 v if d is None or depends(atom) else jnp.take(v, at, d, mode="clip")
                 for v, atom, d in zip(operands, eqn.invars, keys.dims, strict=True)
             ]
         for side, atom in enumerate(eqn.invars if eqn.primitive.name == "dot_general" else ()):
             kept = isinstance(atom, Var) and atom in self._plan.kept and rule.dims[side] is None
-            if isinstance(atom, Var) and kept and self._cache is not None:
-                stored, order = self._new[atom], self._decoder.orders[atom]
+            if isinstance(atom, Var) and kept and self.cache is not None:
+                stored, order = self._new[atom], self.decoder.orders[atom]
                 found = _plain_product(eqn, side, operands[1 - side], stored, order)
                 if found is not None:
                     return found
         rows = self._chosen(every, self._unit(eqn.outvars[number], dim))
         return rule.run(long, operands, rows)[number]
-
-    def _attend(self, attention: PromptAttention) -> Value:
-        """Compute attention over a whole prompt; what its operations compute is not read then."""
-        return attention.run(*map(self._all_rows, attention.operands))
 
     def _all_rows(self, atom: Atom) -> Value:
         """Return all rows of a value, where all rows are new; it may not be part of the plan."""
@@ -353,23 +348,23 @@ class _Rows:
 
     def _run_loop(self, eqn: Equation, long: Equation) -> None:
         """Run a loop over the new rows, from the state that the last one left."""
-        constants, carries = scan_counts(eqn)
+        _, carries = scan_counts(eqn)
         rule = self._plan.positions.rule(eqn, carries, 0)
         assert rule is not None
         operands = [
             self._read(atom, WHOLE if inner is None else (0, True))
             for atom, inner in zip(eqn.invars, rule.dims, strict=True)
         ]
-        fixed, state = operands[:constants], operands[constants : constants + carries]
-        if self._cache is not None:
-            state = self._cache["states"][len(self._states)]
+        fixed, state, sequences = scan_parts(eqn, operands)
+        if self.cache is not None:
+            state = self.cache["states"][len(self._states)]
         # The state is that after the last whole chunk.
         unit, chunk = self._unit(eqn.outvars[carries], 0), self._plan.positions.chunk
-        valid = (self._last - self._rows.start + 1) // chunk * chunk // unit
+        valid = (self.last - self.rows.start + 1) // chunk * chunk // unit
         state, results = jax.lax.scan(
             _only_valid(long, fixed, carries, valid),
             [jnp.asarray(value) for value in state],
-            (jnp.arange(self._rows.count // unit), operands[constants + carries :]),
+            (jnp.arange(self.rows.count // unit), sequences),
         )
         self._states.append(state)
         for variable, value in zip(eqn.outvars[carries:], results, strict=True):

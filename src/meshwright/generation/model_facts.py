@@ -101,7 +101,9 @@ def position_limit(model: SplitModel, length: int) -> tuple[int, str]:
             closed = trace_row(model, count, Loops(count, []))
         except NotIncremental as error:
             return str(error)
-        return _past_a_table(Positions(closed))
+        positions = Positions(closed)
+        looks = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "gather")
+        return next(filter(None, (_rows_past(positions, eqn) for eqn in looks)), "")
 
     if not (why := wrong(length)):
         return length, ""
@@ -114,11 +116,6 @@ def position_limit(model: SplitModel, length: int) -> tuple[int, str]:
             fits = middle
     known = fits > 1 and not wrong(fits - 1)
     return fits if known else 0, why
-
-
-def _past_a_table(positions: Positions) -> str:
-    looks = (eqn for eqn in positions.jaxpr.eqns if eqn.primitive.name == "gather")
-    return next(filter(None, (_rows_past(positions, eqn) for eqn in looks)), "")
 
 
 def _rows_past(positions: Positions, eqn: Equation) -> str:

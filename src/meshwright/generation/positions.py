@@ -26,7 +26,7 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Var,
     aval_of,
-    scan_counts,
+    scan_parts,
 )
 from meshwright.program.jaxpr.walks import where
 from meshwright.program.kernels.masks import HIDDEN, Span, mask_spans
@@ -268,8 +268,7 @@ class Positions:
         """Whether an equation is a loop over positions with a state that begins without tokens."""
         if eqn.primitive.name != "scan":
             return False
-        constants, carries = scan_counts(eqn)
-        outside, sequences = eqn.invars[: constants + carries], eqn.invars[constants + carries :]
-        return not any(self.depends(a) for a in outside) and all(
+        constants, carried, sequences = scan_parts(eqn, eqn.invars)
+        return not any(map(self.depends, (*constants, *carried))) and all(
             self.of(a) == (0,) for a in sequences if self.depends(a)
         )

@@ -84,11 +84,9 @@ class RowPlacement:
 
     def whole(self, tree: Tree) -> Tree:
         """Constrain arrays to be whole on every device, for every process to read them."""
-        return (
-            tree
-            if self.mesh is None or jax.process_count() == 1
-            else jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
-        )
+        if self.mesh is None or jax.process_count() == 1:
+            return tree
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
 
     def put(self, tree: Tree) -> Tree:
         """Return arrays of the host on every device."""
@@ -139,7 +137,8 @@ class RowPlacement:
         mesh = self.mesh
         if mesh is None:
             return [None] * len(weights)
-        own = [_spec_on(mesh, weight.sharding) for weight in weights]
+        given = [weight.sharding for weight in weights]
+        own = [s.spec if isinstance(s, NamedSharding) and s.mesh == mesh else None for s in given]
         if any(spec is not None for spec in own):
             specs = [PartitionSpec(*map(_over_tensor, spec or ())) for spec in own]
         else:
@@ -197,11 +196,6 @@ def _put(value: Any, sharding: NamedSharding | None) -> Array:
     data = np.asarray(key_data(value))
     made = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
     return from_key_data(made, value.dtype)
-
-
-def _spec_on(mesh: Mesh, sharding: Any) -> Any:
-    on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-    return sharding.spec if on_mesh else None
 
 
 def _over_tensor(axes: Any) -> Any:

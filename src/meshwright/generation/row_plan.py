@@ -181,22 +181,17 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
     if need == WHOLE:
         _need_whole(plan, eqn.invars)
         return
-    rule = positions.rule(eqn, number, dim)
-    if not positions.depends(variable):
-        # Nothing of it depends on tokens: rows are computed, or taken from the whole.
-        if rule is None or rule.whole:
-            _need_whole(plan, eqn.invars)
-            plan.need(variable, WHOLE)
-        else:
-            _need_rows(plan, eqn, rule, (dim, True) if rule.chunked else need)
-        return
-    if rule is None:
+    rule, depends = positions.rule(eqn, number, dim), positions.depends(variable)
+    if depends and rule is None:
         raise NotIncremental.by(eqn)
-    if rule.whole:
-        if positions.lookahead(variable, dim) > 0:
-            raise NotIncremental.by(eqn, LATER)
+    if depends and rule and rule.whole and positions.lookahead(variable, dim) > 0:
+        raise NotIncremental.by(eqn, LATER)
+    if rule is None or rule.whole:
         _need_whole(plan, eqn.invars)
         plan.need(variable, WHOLE)
+    elif not depends:
+        # No row of it sees tokens, whatever it sums over.
+        _need_rows(plan, eqn, rule, (dim, True) if rule.chunked else need)
     elif eqn.primitive.name == "scan":
         _carry(plan, eqn, rule)
         plan.need(variable, (0, True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from meshwright.generation.shared_operands import share_operands
 from meshwright.generation.token_decoder import COUNT, SplitModel
 from meshwright.program.dims.op import primitives
 from meshwright.program.dims.walk import ProgramDims
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call, unroll_scan
 from meshwright.program.jaxpr.equations import (
     REMATS,
     Atom,
@@ -27,7 +28,6 @@ from meshwright.program.jaxpr.equations import (
     Value,
     Var,
     aval_of,
-    scan_counts,
     structs_of,
 )
 from meshwright.program.kernels.fused_attention import check_kernel, make_attend, run_attention
@@ -53,20 +53,18 @@ def find_attention(closed: ClosedJaxpr, kernel: str) -> list[PromptAttention]:
     consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     scope = Scope(ProgramDims(closed.jaxpr, "", 1), consts)
     for end in makes_weights(scope.graph):
-        try:
+        with suppress(NotReplaced):
             # Masks are evaluated, also while a function that reads prompts is traced.
             with jax.ensure_compile_time_eval():
                 match = match_attention(scope, end)
             if match is None or (match.operands.leaves and not match.operands.function):
                 continue
+            own = match.operands
             if kernel == "cudnn":
-                check_kernel(match.operands, "gpu")
-        except NotReplaced:
-            continue
-        own = match.operands
-        attend = make_attend(own, "xla" if own.function else kernel)
-        run = partial(run_attention, own, attend)
-        found.append(PromptAttention(own.inputs, match.output, run))
+                check_kernel(own, "gpu")
+            attend = make_attend(own, "xla" if own.function else kernel)
+            run = partial(run_attention, own, attend)
+            found.append(PromptAttention(own.inputs, match.output, run))
     return found
 
 
@@ -221,22 +219,7 @@ class Loops:
             self._found.append(unrolled)
         else:
             unrolled = next(self._again, False)
-        return _unroll(eqn, env) if unrolled else None
-
-
-def _unroll(eqn: Equation, env: Environment) -> list[Value]:
-    constants, carries = scan_counts(eqn)
-    operands = env.operands(eqn)
-    fixed, state = operands[:constants], operands[constants : constants + carries]
-    results: list[list[Value]] = []
-    turns = range(eqn.params["length"])
-    for turn in reversed(turns) if eqn.params["reverse"] else turns:
-        slices = [value[turn] for value in operands[constants + carries :]]
-        out = env.run(eqn.params["jaxpr"], [*fixed, *state, *slices])
-        state = out[:carries]
-        results.append(out[carries:])
-    ordered = results[::-1] if eqn.params["reverse"] else results
-    return [*state, *(jnp.stack(parts) for parts in zip(*ordered, strict=True))]
+        return unroll_scan(eqn, env) if unrolled else None
 
 
 def _inline(eqn: Equation, env: Environment) -> list[Value] | None:

@@ -200,10 +200,9 @@ def _environment(launch: LaunchOptions, coordinator: str) -> dict[str, str]:
 
 def _command(launch: LaunchOptions) -> list[str]:
     """Return the command of a pod: the program, or a launch of several processes of it."""
-    python = "python"
     if launch.nprocs == 1:
-        return [python, *launch.command[1:]]
+        return ["python", *launch.command[1:]]
     flags = ["--nodes", str(launch.nodes or 1), "--nprocs", str(launch.nprocs)]
     if launch.devices_per_process is not None:
         flags += ["--devices-per-process", str(launch.devices_per_process)]
-    return [python, "-P", "-m", "meshwright", "launch", *flags, "--", *launch.program]
+    return ["python", "-P", "-m", "meshwright", "launch", *flags, "--", *launch.program]

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO
 
 from meshwright.processes.library_messages import (
@@ -93,9 +94,7 @@ class MergedOutput:
             self._write(text.encode(errors="backslashreplace"))
 
     def _write(self, line: bytes) -> None:
-        try:
+        # If the reader is gone, the processes continue, and their exit codes still count.
+        with suppress(BrokenPipeError, ValueError):
             self._target.write(line if line.endswith(b"\n") else line + b"\n")
             self._target.flush()
-        except (BrokenPipeError, ValueError):
-            # The reader is gone; the processes continue, and their exit codes still count.
-            pass

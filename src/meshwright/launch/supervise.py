@@ -82,30 +82,24 @@ class Requests:
             return None
 
 
+@dataclass
 class Supervisor:
     """Runs one command in several processes until the last one has ended."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        stderr: IO[bytes],
-        requests: Requests,
-        grace_seconds: float | None = None,
-        hang_seconds: float | None = None,
-        remedy: str = "",
-    ) -> None:
-        self._command = list(command)
-        self._grace = grace_seconds
-        self._hang = HANG_SECONDS if hang_seconds is None else hang_seconds
-        self._remedy = remedy
-        self._merged = MergedOutput(stderr, self._report_of)
+    command: Sequence[str]
+    stderr: IO[bytes]
+    requests: Requests
+    grace_seconds: float | None = None
+    hang_seconds: float | None = None
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        self._merged = MergedOutput(self.stderr, self._report_of)
         self._reports: dict[int, Report] = {}
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._pumps: dict[int, list[threading.Thread]] = {}
         self._running: set[int] = set()
         self._ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._requests = requests
         self._asked = False
         self._failure: tuple[int, int] | None = None
         self._stuck: Stuck | None = None
@@ -116,7 +110,8 @@ class Supervisor:
         folder = Path(tempfile.mkdtemp(prefix="meshwright-launch-"))
         ranks = [int(environ["RANK"]) for environ in environments]
         self._files = {rank: folder / f"{rank}.beat" for rank in ranks}
-        self._watch = Watch(self._files, self._hang)
+        hang = HANG_SECONDS if self.hang_seconds is None else self.hang_seconds
+        self._watch = Watch(self._files, hang)
         with guarded_group(folder) as group:
             for rank, environ in zip(ranks, environments, strict=True):
                 own = {**environ, HEARTBEAT_FILE: str(self._files[rank])}
@@ -144,7 +139,7 @@ class Supervisor:
 
     def _start(self, rank: int, environ: Mapping[str, str], group: int) -> None:
         worker = subprocess.Popen(
-            self._command,
+            self.command,
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             # Process 0 prints the results, so it inherits stdout.
@@ -163,7 +158,7 @@ class Supervisor:
 
     def _forward_signals(self) -> None:
         """Forward the first signal to the processes; a second one kills them."""
-        while (number := self._requests.take()) is not None:
+        while (number := self.requests.take()) is not None:
             self._send(signal.SIGKILL if self._asked else number)
             self._asked = True
             self._terminate_at = _NEVER
@@ -248,7 +243,7 @@ class Supervisor:
             self._kill_at = _NEVER
 
     def _error(self, text: str) -> None:
-        self._merged.say(f"error: {text}" + (f"; {self._remedy}" if self._remedy else ""))
+        self._merged.say(f"error: {text}" + (f"; {self.remedy}" if self.remedy else ""))
 
     def _text(self) -> str:
         """Return which process failed first, when, and why."""
@@ -304,7 +299,7 @@ class Supervisor:
             self._workers[rank].send_signal(number)
 
     def _seconds(self, default: float) -> float:
-        return default if self._grace is None else self._grace
+        return default if self.grace_seconds is None else self.grace_seconds
 
 
 def exit_code(returncode: int) -> int:

@@ -8,6 +8,7 @@ from meshwright.compiled.asynchronous import Scheduled, is_scheduled, scheduled_
 from meshwright.compiled.collectives import Collective, ring_bytes
 from meshwright.compiled.compile_program import CompiledProgram
 from meshwright.ledgers.ledger_records import KindOverlap, NotOverlapped
+from meshwright.program.jaxpr.names import common_module
 
 SHOWN = 5
 """Collectives that nothing is computed during: the largest are listed."""
@@ -101,13 +102,7 @@ def _outer_modules(modules: Iterable[str]) -> list[str]:
     """Return the blocks that modules are in, or what they have in common within one block."""
     inner = list(dict.fromkeys(modules))
     outer = list(dict.fromkeys(map(_block, inner)))
-    if len(outer) != 1:
-        return outer
-    parts = [module.split(".") for module in inner]
-    same = 0
-    while all(len(p) > same and p[same] == parts[0][same] for p in parts):
-        same += 1
-    return [".".join(parts[0][:same])]
+    return [common_module(inner)] if len(outer) == 1 else outer
 
 
 def _block(module: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.hlo import parse_hlo
 from meshwright.profile.events import Trace, TracedEvent, clip, length, merge, read_trace, subtract
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
+from meshwright.program.jaxpr.names import common_module
 
 _SECONDS = 1e-9
 """Times in a trace are in nanoseconds."""
@@ -200,12 +200,6 @@ def _combine(parts: list[Collective]) -> TracedCollective:
     return TracedCollective(
         kind=parts[0].kind,
         axes=tuple(axes),
-        module=_common([part.module for part in parts]) or None,
+        module=common_module(part.module for part in parts) or None,
         sent_bytes=sum(part.sent_bytes / max(part.count, 1) for part in parts),
     )
-
-
-def _common(modules: Iterable[str]) -> str:
-    """Return the innermost module that contains all of these."""
-    steps = zip(*(module.split(".") for module in modules), strict=False)
-    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))

@@ -68,34 +68,19 @@ def _convolution(eqn: Equation) -> int:
     """Count the pairs of kernel and input elements that are multiplied, without padding."""
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     image, kernel, out = (aval_of(v).shape for v in (*eqn.invars[:2], eqn.outvars[0]))
-    spatial = zip(
-        [out[dim] for dim in dims.out_spec[2:]],
-        [kernel[dim] for dim in dims.rhs_spec[2:]],
-        [image[dim] for dim in dims.lhs_spec[2:]],
-        params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
+    spatial: Any = zip(
+        *(spec[2:] for spec in (dims.lhs_spec, dims.rhs_spec, dims.out_spec)),
+        *(params[n] for n in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")),
         strict=True,
     )
-    num_pairs = math.prod(_num_pairs(*dim) for dim in spatial)
+    num_pairs = 1
+    for at, taps, to, stride, (before, _), dilation, step in spatial:
+        # Which element of the dilated input each output reads with each tap of the kernel.
+        read = np.arange(out[to])[:, None] * stride + np.arange(kernel[taps]) * step - before
+        is_element = (read >= 0) & (read % dilation == 0) & (read // dilation < image[at])
+        num_pairs *= int(np.sum(is_element))
     batch, features = (out[dim] for dim in dims.out_spec[:2])
     return 2 * batch * features * kernel[dims.rhs_spec[1]] * num_pairs
-
-
-def _num_pairs(
-    outputs: int,
-    taps: int,
-    length: int,
-    stride: int,
-    padding: Any,
-    input_dilation: int,
-    kernel_dilation: int,
-) -> int:
-    """Count, along one dim, the pairs of output and kernel tap that read an input element."""
-    read = np.arange(outputs)[:, None] * stride + np.arange(taps) * kernel_dilation - padding[0]
-    is_element = (read >= 0) & (read % input_dilation == 0) & (read // input_dilation < length)
-    return int(np.sum(is_element))
 
 
 def _attention(eqn: Equation) -> int:

@@ -15,10 +15,9 @@ from meshwright.program.jaxpr.equations import (
     Jaxpr,
     aval_of,
     called_jaxpr,
-    name_stack,
-    scan_counts,
+    equation_module,
+    scan_parts,
 )
-from meshwright.program.jaxpr.names import module_of
 from meshwright.program.jaxpr.walks import called_programs, propagate
 from meshwright.program.trace.traced_loss import TracedLoss
 
@@ -90,7 +89,7 @@ def _follow_reads(
     The weights that it reads are added to ``reads``. The ``caller`` is the module of the call that
     it is in, and ``iterations`` how often the loops around it run.
     """
-    name, module = eqn.primitive.name, module_of(name_stack(eqn)) or caller
+    name, module = eqn.primitive.name, equation_module(eqn) or caller
     from_data = any(source.data for source in operands)
     if not any(source.leaves for source in operands):
         return [_DATA if from_data else _CONSTANT] * len(eqn.outvars)
@@ -124,16 +123,15 @@ def _follow_scan(
     reads: list[WeightRead], module: str, iterations: int, eqn: Equation, operands: list[_Source]
 ) -> None:
     """Follow a scan: each iteration reads all of a constant, and its own part of a stack."""
-    num_consts, num_carry = scan_counts(eqn)
-    consts, first_row = operands[:num_consts], num_consts + num_carry
     inner: Jaxpr = eqn.params["jaxpr"].jaxpr
+    consts, carries, stacks = scan_parts(eqn, operands)
     rows = [
         _joined([source], aval_of(variable), module) if source.leaves else source
-        for source, variable in zip(operands[first_row:], inner.invars[first_row:], strict=True)
+        for source, variable in zip(stacks, scan_parts(eqn, inner.invars)[2], strict=True)
     ]
     before, length = len(reads), eqn.params["length"]
     rule = partial(_follow_reads, reads, module, iterations * length)
-    propagate(inner, [*consts, *[_DATA] * num_carry, *rows], _CONSTANT, rule)
+    propagate(inner, [*consts, *[_DATA] * len(carries), *rows], _CONSTANT, rule)
     fixed = frozenset(leaf for source in consts for leaf in source.leaves)
     reads[before:] = [
         read if read.leaf in fixed else replace(read, iterations=read.iterations // length)
@@ -202,15 +200,15 @@ def _follow_gradients(read: set[int], eqn: Equation, operands: list[_Gradient]) 
 
 def _follow_carries(read: set[int], eqn: Equation, operands: list[_Gradient]) -> list[_Gradient]:
     """Follow a scan until its carries do not change any more."""
-    num_consts, num_carry = scan_counts(eqn)
-    carries = slice(num_consts, num_consts + num_carry)
+    consts, carries, rows = scan_parts(eqn, operands)
     while True:
         jaxpr: Jaxpr = eqn.params["jaxpr"].jaxpr
-        results = propagate(jaxpr, operands, _NO_GRADIENT, partial(_follow_gradients, read))
+        inputs = [*consts, *carries, *rows]
+        results = propagate(jaxpr, inputs, _NO_GRADIENT, partial(_follow_gradients, read))
         after = [
             _Gradient(before.trained or result.trained)
-            for before, result in zip(operands[carries], results[:num_carry], strict=True)
+            for before, result in zip(carries, results, strict=False)
         ]
-        if after == operands[carries]:
+        if after == carries:
             return results
-        operands = [*operands[:num_consts], *after, *operands[carries.stop :]]
+        carries = after

@@ -189,11 +189,8 @@ class Reference:
         found: list[_BatchGradient] = []
         noise = NoiseMasks()
         for number, batch in enumerate(batches):
-            one = (
-                self._batch_gradient(params, state, batch, 1.0)
-                if number
-                else self._first_gradient(values, batch)
-            )
+            own = (params, state, batch, 1.0)
+            one = self._batch_gradient(*own) if number else self._first_gradient(values, batch)
             objective = functools.partial(self._objective, one, state, batch)
             found.append(one)
             state, params = one.state, one.params

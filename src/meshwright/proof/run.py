@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -176,6 +177,7 @@ def _check_single_process() -> None:
         )
 
 
+@dataclass(eq=False)
 class _Proof:
     """The inputs of a comparison, and its parts.
 
@@ -184,59 +186,52 @@ class _Proof:
     together.
     """
 
-    def __init__(
-        self,
-        model: ModelSource,
-        loss: Loss,
-        plan: Plan,
-        batches: list[Batch],
-        *,
-        optimizer: optax.GradientTransformation,
-        clip_norm: float | None,
-        seed: int,
-        trainable: Trained,
-        devices: Sequence[Device] | None,
-        guarded: bool,
-    ) -> None:
-        self.batches, self.optimizer = batches, optimizer
-        self.clip_norm, self.seed = clip_norm, seed
-        first, steps = batches[0], len(batches)
+    model: ModelSource
+    loss: Loss
+    plan: Plan
+    batches: list[Batch]
+    optimizer: optax.GradientTransformation
+    clip_norm: float | None
+    seed: int
+    trainable: Trained
+    devices: Sequence[Device] | None
+    guarded: bool
+    written: Gradient | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        loss, plan, first = self.loss, self.plan, self.batches[0]
         assembled = assemble(
-            model,
+            self.model,
             loss,
-            recording_gradients(optimizer),
+            recording_gradients(self.optimizer),
             plan,
             first,
-            clip_norm=clip_norm,
-            trainable=trainable,
-            devices=devices,
-            guarded=guarded,
+            clip_norm=self.clip_norm,
+            trainable=self.trainable,
+            devices=self.devices,
+            guarded=self.guarded,
         )
         self.traced = traced = _trace(loss, assembled, first, plan.precision)
         if traced.written:
-            recording = recording_gradients(optimizer, params_too=True)
+            recording = recording_gradients(self.optimizer, params_too=True)
             assembled = assembled.with_optimizer(recording)
         self.assembled = assembled
         in_float32 = plan.precision == "no"
         self.traced_in_float32 = traced if in_float32 else _trace(loss, assembled, first, "no")
-        self.flops = steps * plan.batch.gradient_accumulation_steps * count_flops(traced)
-        self.written: Gradient | None = None
-        as_shapes = abstract_model(model)
+        count = len(self.batches) * plan.batch.gradient_accumulation_steps
+        self.flops = count * count_flops(traced)
+        as_shapes = abstract_model(self.model)
         if taken_by_nnx_jit(as_shapes):
             self.written = written_gradient(
-                as_shapes, loss, trainable, assembled.model_leaves, first, self.flops
+                as_shapes, loss, self.trainable, assembled.model_leaves, first, self.flops
             )
-        self.initial_values = _initial_values(model, assembled, seed)
+        self.initial_values = _initial_values(self.model, assembled, self.seed)
 
     def certify(self, say: Callable[[str], None]) -> Certificate:
-        matmul = self.assembled.plan.matmul
-        with jax.default_matmul_precision(None if matmul == "default" else matmul):
-            return self._certify(say)
-
-    def _certify(self, say: Callable[[str], None]) -> Certificate:
-        plan = self.assembled.plan
+        plan, matmul = self.plan, self.plan.matmul
+        precision = jax.default_matmul_precision(None if matmul == "default" else matmul)
         # Steps are compiled in another thread, while this one runs other programs.
-        with ThreadPoolExecutor(max_workers=1) as threads:
+        with precision, ThreadPoolExecutor(max_workers=1) as threads:
             step, batch = self.assembled.step, self.assembled.put_batch(self.leaves[0])
             step.compile_ahead(step.abstract_state(), batch, threads)
             with _phase("float64: one device", say):
@@ -247,10 +242,10 @@ class _Proof:
                 own_precision, lost = self.own_precision()
             with _phase("float64: the mesh", say):
                 actual = train_in_float64()
-        nulls = null_leaves(expected.gradients)
-        float64 = self.compare_in_float64(expected, actual, nulls)
-        with _phase("as written: one device", say):
-            as_written, unwritten = self.as_written()
+            nulls = null_leaves(expected.gradients)
+            float64 = self.compare_in_float64(expected, actual, nulls)
+            with _phase("as written: one device", say):
+                as_written, unwritten = self.as_written()
         return Certificate(
             equal=all(c.equal for c in (*float64, *own_precision, *as_written)),
             mesh=plan.mesh,

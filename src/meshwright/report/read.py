@@ -15,7 +15,7 @@ import yaml
 
 from meshwright.errors import UserError
 from meshwright.runtime.versions import own_version
-from meshwright.text.json_text import finite, flatten, parse_json
+from meshwright.text.json_text import finite, flatten, parse_json, read_object
 from meshwright.text.masking import mask_tree, mask_value
 from meshwright.text.yaml_text import read_yaml
 from meshwright.tracking.run_files import read_lines, read_metrics, run_name
@@ -82,8 +82,7 @@ Points = list[tuple[int, float | None]]
 
 def read_run(folder: Path) -> dict[str, Any]:
     """Return everything a page shows about a run; missing parts are None or empty."""
-    facts = _json(folder / "run.json")
-    facts = facts if isinstance(facts, dict) else {}
+    facts = read_object(folder / "run.json")
     profile, ledger, result, samples = (
         _json(folder / f"{name}.json") for name in ("profile", "ledger", "result", "samples")
     )

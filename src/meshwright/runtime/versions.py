@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +26,8 @@ def package_versions() -> dict[str, str]:
     """Return the versions of Python and of these packages, by name."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

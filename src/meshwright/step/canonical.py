@@ -165,13 +165,8 @@ class CanonicalForm:
         return groups
 
     def _to_state(self, groups: CanonicalState) -> TrainState:
-        leaves = self._layout.leaves
-        values = [
-            from_key_data(
-                groups["params" if leaf.role == "param" else "state"][leaf.path], leaf.dtype
-            )
-            for leaf in leaves
-        ]
+        own = {**groups["params"], **groups["state"]}
+        values = [from_key_data(own[leaf.path], leaf.dtype) for leaf in self._layout.leaves]
         fresh = self._step.fresh_state(self._layout.from_canonical(values))
         counters = dict(groups["counters"])
         step = counters.pop("step")

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.program.trace.precision_policy import zeros_for_sums
@@ -220,9 +220,7 @@ def _psum_joined(values: Any, axes: tuple[str, ...]) -> Any:
     leaves, tree = jax.tree.flatten(values)
     summed: dict[int, Array] = {}
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        own = [number for number, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        joined = jax.lax.psum(jnp.concatenate([leaves[n].ravel() for n in own]), axes)
-        ends = np.cumsum([leaves[n].size for n in own])[:-1]
-        for number, part in zip(own, jnp.split(joined, ends), strict=True):
-            summed[number] = part.reshape(leaves[number].shape)
+        own = {number: leaf for number, leaf in enumerate(leaves) if leaf.dtype == dtype}
+        joined, split = ravel_pytree(own)
+        summed |= split(jax.lax.psum(joined, axes))
     return jax.tree.unflatten(tree, [summed[n] for n in range(len(leaves))])

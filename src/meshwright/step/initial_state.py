@@ -146,7 +146,8 @@ def _compute_keys(closed: ClosedJaxpr, words: Any) -> tuple[dict[Var, Any], list
         for eqn in jaxpr.eqns:
             is_known = all(isinstance(a, Literal) or a in known for a in eqn.invars)
             if is_known and all(map(_is_small, eqn.outvars)):
-                results = bind(eqn, [_read(known, atom) for atom in eqn.invars])
+                operands = [a.val if isinstance(a, Literal) else known[a] for a in eqn.invars]
+                results = bind(eqn, operands)
                 known.update(zip(eqn.outvars, results, strict=True))
             else:
                 rest.append(eqn)
@@ -166,10 +167,6 @@ def _is_small(variable: Var) -> bool:
     aval = aval_of(variable)
     exact = is_key(aval.dtype) or jnp.issubdtype(aval.dtype, jnp.integer)
     return exact and math.prod(aval.shape) <= SMALL
-
-
-def _read(known: dict[Var, Any], atom: Atom) -> Any:
-    return atom.val if isinstance(atom, Literal) else known[atom]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,7 @@ from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.sample_mean import find_mixing, has_weight, mean_problem
 from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.program.evaluate.dependencies import dependent_variables
-from meshwright.program.jaxpr.equations import Equation, Literal, aval_of, name_stack
-from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.equations import Equation, Literal, aval_of, equation_module
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
@@ -90,7 +89,7 @@ def broadcast_by_mistake(traced: TracedLoss) -> list[str]:
         if aval_of(eqn.outvars[0]).shape != (samples, samples) or not dependent.issuperset(own):
             continue
         kinds = {_kind(atom, made_by, samples) for atom in own}
-        if kinds == {"row", "column"} and not module_of(name_stack(eqn)):
+        if kinds == {"row", "column"} and not equation_module(eqn):
             return [
                 "the loss combines an array of shape (n,) with one of shape (n, 1) in its "
                 f"{eqn.primitive.name}, which gives (n, n) for n samples: every sample with every "

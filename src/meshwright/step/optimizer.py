@@ -110,13 +110,10 @@ class FlatOptimizer:
         Line searches and the like use the objective. ``wide`` computes in float64 what the
         optimizer computes in float32, such as a schedule.
         """
-        tree = self._tree(params)
         state = jax.tree.unflatten(self._treedef, leaves)
-        extra = (
-            objective.arguments(self._transformation, self._tree, self._flat) if objective else {}
-        )
-
-        arguments = (self._tree(gradients), state, tree)
+        arguments = (self._tree(gradients), state, self._tree(params))
+        own = (self._transformation, self._tree, self._flat)
+        extra = objective.arguments(*own) if objective else {}
 
         def update(gradients: Any, state: Any, tree: Any, **extra: Any) -> tuple[Any, Any]:
             updates, state = self._transformation.update(gradients, state, tree, **extra)
@@ -167,20 +164,16 @@ class FlatOptimizer:
     def _treats_stacks_alike(
         self, structs: Sequence[Any], compared: Literal["all", "ends"]
     ) -> bool:
-        steps = self._params
-        sources = {
-            s.leaf.path: s.sources if compared == "all" else (s.sources[0], s.sources[-1])
-            for s in steps
-        }
-        stack_of = {self._leaves[n].path: path for path, own in sources.items() for n in own}
-        single = {
-            self._leaves[n].path: self._leaves[n].struct for own in sources.values() for n in own
-        }
+        stacked = {s.leaf.path: x for s, x in zip(self._params, structs, strict=True)}
+        single: dict[str, Any] = {}
+        stack_of: dict[str, str] = {}
+        for step in self._params:
+            ends = (step.sources[0], step.sources[-1])
+            for leaf in (self._leaves[n] for n in (step.sources if compared == "all" else ends)):
+                single[leaf.path], stack_of[leaf.path] = leaf.struct, step.leaf.path
         return treats_stacks_alike(
             self._transformation,
-            stacked=nest(
-                {s.leaf.path: x for s, x in zip(steps, structs, strict=True)}, escaped=True
-            ),
+            stacked=nest(stacked, escaped=True),
             single=nest(single, escaped=True),
             stack_of=stack_of,
         )

@@ -133,9 +133,7 @@ class _Table:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def name(self, atom: Any, names: Mapping[Var, int]) -> int:
-        if isinstance(atom, Literal):
-            return self._constant(atom.val)
-        return names[atom]
+        return self._constant(atom.val) if isinstance(atom, Literal) else names[atom]
 
     def constants(self, closed: ClosedJaxpr) -> dict[Var, int]:
         pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)

@@ -233,16 +233,15 @@ class TrainStep:
         """Compute loss and gradients without changing the state."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
         count = self.plan.batch.gradient_accumulation_steps
+        if count == 1 and self._local is None and self.pipeline is None:
+            return compute_gradients(self._loss, state.params, state.model_state, batch, scale)
+        microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
         if self.pipeline is not None:
-            microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
             leaves = self._join(state.params, state.model_state)
             result = self.pipeline(leaves, microbatches, scale)
             return finish_gradients(
                 state.params, result.gradients, *result.losses, result.state, scale
             )
-        if count == 1 and self._local is None:
-            return compute_gradients(self._loss, state.params, state.model_state, batch, scale)
-        microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
         if self._local is not None:
             local = self._local
             return accumulate_locally(

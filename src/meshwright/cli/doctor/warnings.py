@@ -25,18 +25,16 @@ def find_warnings(report: Report) -> list[dict[str, str]]:
 
 def disagreements(gathered: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Compare the settings of every process with those of process 0."""
-    found: list[dict[str, str]] = []
-    for process, settings in enumerate(gathered):
-        for what, value in settings.items():
-            if value != gathered[0][what]:
-                found.append(
-                    {
-                        "problem": f"processes disagree on {what}: process 0 has "
-                        f"{gathered[0][what] or 'none'}, process {process} has {value or 'none'}",
-                        "remedy": "start every process from the same environment",
-                    }
-                )
-    return found
+    return [
+        {
+            "problem": f"processes disagree on {what}: process 0 has "
+            f"{gathered[0][what] or 'none'}, process {process} has {value or 'none'}",
+            "remedy": "start every process from the same environment",
+        }
+        for process, settings in enumerate(gathered)
+        for what, value in settings.items()
+        if value != gathered[0][what]
+    ]
 
 
 def _start(report: Report) -> Warnings:

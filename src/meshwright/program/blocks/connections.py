@@ -128,13 +128,10 @@ def _common_length(modules: Sequence[Sequence[Equation]]) -> int:
 
 def _leaves_of_connections(traced: TracedLoss, connected: ConnectedBlocks) -> frozenset[str]:
     """Return the paths of the leaves that only connections read, not blocks."""
-    leaves = {
-        variable: step.leaf.path
-        for variable, step in zip(
-            traced.closed.jaxpr.invars, traced.layout.step_leaves, strict=False
-        )
-    }
-    for eqn in traced.closed.jaxpr.eqns:
+    jaxpr = traced.closed.jaxpr
+    pairs = zip(jaxpr.invars, traced.layout.step_leaves, strict=False)
+    leaves = {variable: step.leaf.path for variable, step in pairs}
+    for eqn in jaxpr.eqns:
         source = eqn.invars[0] if eqn.primitive.name == "convert_element_type" else None
         if isinstance(source, Var) and source in leaves:
             leaves[eqn.outvars[0]] = leaves[source]

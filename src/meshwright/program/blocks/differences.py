@@ -18,14 +18,13 @@ from meshwright.program.jaxpr.equations import (
     Var,
     aval_of,
     derivative_of,
-    name_stack,
+    equation_module,
 )
-from meshwright.program.jaxpr.names import module_of
 
 
 def describe_operation(eqn: Equation) -> str:
     """Return the operation and the module it belongs to."""
-    module = module_of(name_stack(eqn))
+    module = equation_module(eqn)
     return f"{eqn.primitive.name} in `{module}`" if module else eqn.primitive.name
 
 

@@ -10,7 +10,6 @@ from meshwright.program.dims.factors import DimFactor, class_ids
 from meshwright.program.dims.op import EventKind, KernelUse, Log, ShardingEvent, nbytes_of, shape_of
 from meshwright.program.dims.walk import ProgramDims, Walk, all_programs
 from meshwright.program.jaxpr.equations import Atom, ClosedJaxpr, Equation
-from meshwright.program.jaxpr.equations import Literal as Constant
 
 LeafRole = Literal["param", "frozen", "state", "batch"]
 """A trained parameter, a frozen one, other state, or a part of the batch."""
@@ -111,8 +110,8 @@ class DimClasses:
 
     def positions(self, program: ProgramDims, atom: Atom) -> list[int]:
         """Return the dims of a value of a program that are the positions of rows."""
-        dims = () if isinstance(atom, Constant) else program.dims(atom)
-        return [n for n, dim in enumerate(dims) if dim and dim[0].id in self.sequence]
+        dims = enumerate(program.dims(atom))
+        return [n for n, dim in dims if dim and dim[0].id in self.sequence]
 
     @cached_property
     def weights(self) -> tuple[LeafDims, ...]:
@@ -182,8 +181,8 @@ class DimClasses:
 
     def sample_dims(self, program: ProgramDims, atom: Atom) -> list[int]:
         """Return the dims of a value of a program that have samples in them."""
-        dims = () if isinstance(atom, Constant) else program.dims(atom)
-        return [n for n, dim in enumerate(dims) if any(f.id in self.batch for f in dim)]
+        dims = enumerate(program.dims(atom))
+        return [n for n, dim in dims if any(factor.id in self.batch for factor in dim)]
 
     def traffic(self, classes: Iterable[int]) -> int:
         """Return the bytes each device sends per training step if these classes are sharded.

@@ -5,8 +5,12 @@ A dim is a tuple of factors, major first. Unifying two dims splits their factors
 form a class: they can only be sharded together.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 
@@ -20,16 +24,14 @@ class DimFactor(NamedTuple):
     size: int
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A factor in the union-find; ``split`` has the factors it is split into, major first."""
 
-    __slots__ = ("parent", "serial", "size", "split")
-
-    def __init__(self, size: int, serial: int) -> None:
-        self.size = size
-        self.serial = serial
-        self.parent: Node | None = None
-        self.split: tuple[Node, Node] | None = None
+    size: int
+    serial: int
+    parent: Node | None = None
+    split: tuple[Node, Node] | None = None
 
 
 Dim = tuple[Node, ...]
@@ -43,7 +45,7 @@ class Factors:
     """Makes factors and merges them. Serial numbers make the class ids reproducible."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self._serials = count(1)
 
     def dim(self, size: int) -> Dim:
         """Return a new dim, unrelated to any other."""
@@ -76,8 +78,7 @@ class Factors:
         return tuple(reversed(left_stack))
 
     def _factor(self, size: int) -> Node:
-        self._next += 1
-        return Node(size, self._next)
+        return Node(size, next(self._serials))
 
 
 def factors_of(dim: Dim) -> tuple[DimFactor, ...]:

@@ -277,8 +277,13 @@ def primitives(names: str) -> frozenset[str]:
 
 def without(dims: Dims, *excluded: Iterable[int]) -> Dims:
     """Return the dims except those at the excluded positions."""
+    return pick(dims, positions_without(len(dims), *excluded))
+
+
+def positions_without(rank: int, *excluded: Iterable[int]) -> list[int]:
+    """Return the positions of a shape except the excluded ones."""
     skip = {position for group in excluded for position in group}
-    return tuple(dim for position, dim in enumerate(dims) if position not in skip)
+    return [position for position in range(rank) if position not in skip]
 
 
 def pick(dims: Dims, positions: Iterable[int]) -> Dims:

@@ -97,13 +97,12 @@ class ProgramPair:
                 raise value.error
         if kinds <= {"independent"}:
             return self._of_independent(pair)
-        if pair.first_calls and (
-            self._first.combines_samples(pair.program, pair.number) or "sum" in kinds
-        ):
+        combines = self._first.combines_samples(pair.program, pair.number)
+        if pair.first_calls and (combines or "sum" in kinds):
             raise pair.mixed("combines samples")
         if "sum" in kinds:
             return [self._of_sums(pair, kinds)]
-        if self._first.combines_samples(pair.program, pair.number):
+        if combines:
             return [self._combined(pair)]
         return [self._of_samples(pair, variable) for variable in pair.first.outvars]
 
@@ -123,12 +122,9 @@ class ProgramPair:
             dim = pair.first.params["dimension"]
             counts_samples = dim in self._first.sample_dims(pair.program, variables[0])
             return [SampleValue("independent", None if counts_samples else 1.0)]
+        combines = self._first.combines_samples(pair.program, pair.number)
         try:
-            factor = (
-                None
-                if self._first.combines_samples(pair.program, pair.number)
-                else self._factor(pair)
-            )
+            factor = None if combines else self._factor(pair)
         except MixedSamplesError:
             # Not an error unless something is computed with it.
             factor = None

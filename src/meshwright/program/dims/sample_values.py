@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.program.dims.walk import ProgramDims
-from meshwright.program.jaxpr.equations import Equation, aval_of, bind, name_stack
-from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.equations import Equation, aval_of, bind, equation_module
 
 _LARGEST_CONSTANT = 2**21
 """Elements of the largest constant that is computed."""
@@ -99,7 +98,7 @@ class EquationPair:
 
     def mixed(self, what: str, *, combines: bool = True) -> MixedSamplesError:
         """Return the error that says what the operation does, and in which module."""
-        module = module_of(name_stack(self.first)) or self.program.path
+        module = equation_module(self.first) or self.program.path
         return MixedSamplesError(f"its {self.name} {what}", module, combines=combines)
 
 

@@ -1,9 +1,9 @@
 """Rules for operations that read or write parts of an array: slices, padding, gather, scatter."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from meshwright.program.dims.factors import Dim, Dims
-from meshwright.program.dims.op import Op, Rule, pick, without
+from meshwright.program.dims.op import Op, Rule, pick, positions_without, without
 
 
 def part_of(op: Op, dim: Dim, size: int, start: int, stride: int, length: int) -> Dim:
@@ -138,12 +138,6 @@ def scatter(op: Op) -> list[Dims]:
     op.spread(2, written)
     op.reduce(without(indices[:-1], index_paired))
     return [target]
-
-
-def positions_without(rank: int, *excluded: Iterable[int]) -> list[int]:
-    """Return the positions of a shape except the excluded ones."""
-    skip = {position for group in excluded for position in group}
-    return [position for position in range(rank) if position not in skip]
 
 
 RULES: Mapping[str, Rule] = {

@@ -10,8 +10,7 @@ from typing import Any
 from meshwright.program.dims import calls, contractions, elementwise, reduce, shape, slicing
 from meshwright.program.dims.factors import DimFactor, Dims, Factors, factors_of
 from meshwright.program.dims.op import Log, Op, Rule, Value, is_inexact, shape_of, unknown
-from meshwright.program.jaxpr.equations import Equation, Jaxpr, Literal, Var, name_stack
-from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.equations import Atom, Equation, Jaxpr, Literal, Var, equation_module
 
 RULES: Mapping[str, Rule] = {
     **elementwise.RULES,
@@ -43,9 +42,10 @@ class ProgramDims:
     noted: dict[int, range] = field(default_factory=dict[int, range])
     values: dict[Var, Value] = field(default_factory=dict[Var, Value], repr=False)
 
-    def dims(self, variable: Var) -> tuple[tuple[DimFactor, ...], ...]:
-        """Return the factors of each dim of a variable, major first."""
-        return tuple(factors_of(dim) for dim in self.values[variable].dims)
+    def dims(self, atom: Atom) -> tuple[tuple[DimFactor, ...], ...]:
+        """Return the factors of each dim of a variable, major first; nothing of a constant."""
+        known = () if isinstance(atom, Literal) else self.values[atom].dims
+        return tuple(factors_of(dim) for dim in known)
 
 
 def all_programs(program: ProgramDims) -> Iterator[ProgramDims]:
@@ -99,7 +99,7 @@ class Walk:
         op = Op(
             equation=equation,
             operands=[self._read(program, atom) for atom in equation.invars],
-            path=module_of(name_stack(equation)) or program.path,
+            path=equation_module(equation) or program.path,
             times=program.times,
             factors=self.factors,
             log=self.log,

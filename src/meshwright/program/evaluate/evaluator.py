@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from meshwright.program.jaxpr.equations import (
     called_jaxpr,
     name_stack,
     scan_counts,
+    scan_parts,
 )
 
 Rule = Callable[[Equation, "Environment"], "list[Value] | None"]
@@ -38,6 +41,7 @@ weight before it is rounded, or replace a call by something better than its body
 """
 
 
+@dataclass(eq=False)
 class Environment:
     """The values of one program's variables while it is evaluated.
 
@@ -49,17 +53,11 @@ class Environment:
         copies: copies of values that rules made, by variable or by the value's id.
     """
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        values: MutableMapping[Var, Value],
-        prepared: Mapping[Var, Value] | None = None,
-    ) -> None:
-        self.evaluator = evaluator
-        self.values = values
-        self.prepared: dict[Var, Value] = dict(prepared or {})
-        self.copies: dict[Hashable, Value] = {}
-        self._replaced: tuple[Equation, list[Value]] | None = None
+    evaluator: Evaluator
+    values: MutableMapping[Var, Value]
+    prepared: dict[Var, Value] = field(default_factory=dict[Var, Value])
+    copies: dict[Hashable, Value] = field(default_factory=dict[Hashable, Value])
+    _replaced: tuple[Equation, list[Value]] | None = None
 
     def value(self, atom: Atom) -> Value:
         """Return the value of an atom; for a weight, as it is stored."""
@@ -110,10 +108,7 @@ class Environment:
 
     def with_operands(self, eqn: Equation, operands: Sequence[Value]) -> Environment:
         """Return the same environment with other operands for one equation."""
-        other = Environment(self.evaluator, self.values)
-        other.prepared, other.copies = self.prepared, self.copies
-        other._replaced = (eqn, list(operands))
-        return other
+        return replace(self, _replaced=(eqn, list(operands)))
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluate a nested program by the same rules."""
@@ -189,10 +184,7 @@ class Evaluator:
         """Evaluate equations in order, adding their results to the environment."""
         for eqn in eqns:
             scope = self._scope(eqn)
-            if scope:
-                with jax.named_scope(scope):
-                    results = self.equation(eqn, env)
-            else:
+            with jax.named_scope(scope) if scope else nullcontext():
                 results = self.equation(eqn, env)
             env.values.update(zip(eqn.outvars, results, strict=True))
 
@@ -238,22 +230,50 @@ def enter_call(eqn: Equation, env: Environment) -> list[Value]:
 def enter_scan(eqn: Equation, env: Environment) -> list[Value]:
     """Evaluate a scan; its body by the same rules."""
     operands = env.operands(eqn)
-    num_consts, _ = scan_counts(eqn)
-    return run_scan(eqn, operands, scan_body(eqn, operands[:num_consts], env))
+    consts, _, _ = scan_parts(eqn, operands)
+    return run_scan(eqn, operands, scan_body(eqn, consts, env))
 
 
 def run_scan(eqn: Equation, operands: list[Value], body: ScanBody) -> list[Value]:
     """Run a body in place of the body of a scan equation."""
-    num_consts, num_carry = scan_counts(eqn)
+    _, init, xs = scan_parts(eqn, operands)
     carry, ys = jax.lax.scan(
         body,
-        operands[num_consts : num_consts + num_carry],
-        operands[num_consts + num_carry :],
+        init,
+        xs,
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
     )
     return [*carry, *ys]
+
+
+def unroll_scan(
+    eqn: Equation,
+    env: Environment,
+    row: Callable[[Value, int], Value] = lambda stack, turn: stack[turn],
+    stacked: Callable[[Sequence[Value]], Value] = jnp.stack,
+) -> list[Value]:
+    """Evaluate a scan one turn after the other.
+
+    Args:
+        eqn: the scan.
+        env: has its operands.
+        row: takes what a turn reads of a stack.
+        stacked: makes a stack of what all turns return.
+    """
+    consts, carry, stacks = scan_parts(eqn, env.operands(eqn))
+    turns, rows = range(eqn.params["length"]), list[list[Value]]()
+    for turn in turns[::-1] if eqn.params["reverse"] else turns:
+        slices = [row(stack, turn) for stack in stacks]
+        out = env.run(eqn.params["jaxpr"], [*consts, *carry, *slices])
+        rows.append(out[len(carry) :])
+        carry = out[: len(carry)]
+    if not rows:
+        avals = map(aval_of, eqn.outvars[len(carry) :])
+        return [*carry, *(jnp.zeros(aval.shape, aval.dtype) for aval in avals)]
+    columns = zip(*(rows[::-1] if eqn.params["reverse"] else rows), strict=True)
+    return [*carry, *map(stacked, columns)]
 
 
 def scan_body(eqn: Equation, consts: list[Value], env: Environment) -> ScanBody:

@@ -21,9 +21,8 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     aval_of,
     called_jaxpr,
-    name_stack,
+    equation_module,
 )
-from meshwright.program.jaxpr.names import module_of
 from meshwright.program.jaxpr.walks import propagate
 
 _COPIES = REARRANGES | {"convert_element_type", "copy", "stop_gradient", "rev"}
@@ -67,7 +66,7 @@ def wrong_indices(
             return propagate(inner, operands, None, follow) if fits else unknown
         for source, size in _lookups(eqn, operands):
             if source is not None and source.leaf is not None:
-                lookups[source.leaf, size, module_of(name_stack(eqn)) or ""] = None
+                lookups[source.leaf, size, equation_module(eqn) or ""] = None
         return [_result(eqn, operands)] if len(unknown) == 1 else unknown
 
     known = (_Known(number) for number in range(len(batch)))

@@ -16,6 +16,7 @@ from meshwright.program.evaluate.evaluator import (
     enter_call,
     enter_cond,
     enter_while,
+    unroll_scan,
 )
 from meshwright.program.jaxpr.equations import (
     CALLS,
@@ -24,9 +25,7 @@ from meshwright.program.jaxpr.equations import (
     ClosedJaxpr,
     Equation,
     Value,
-    aval_of,
     name_stack,
-    scan_counts,
 )
 from meshwright.program.jaxpr.names import module_of
 
@@ -214,29 +213,15 @@ def _kind(value: Any) -> str:
     return "nan" if bool(jnp.isnan(value).any()) else "inf"
 
 
-def _tracker(env: Environment) -> _Tracker:
-    assert isinstance(env.evaluator, _Tracker)
-    return env.evaluator
-
-
 def _scan(eqn: Equation, env: Environment) -> list[Value]:
-    operands, tracker = env.operands(eqn), _tracker(env)
-    num_consts, num_carry = scan_counts(eqn)
-    consts, stacks = operands[:num_consts], operands[num_consts + num_carry :]
-    carry = operands[num_consts : num_consts + num_carry]
-    length, rows = eqn.params["length"], []
-    order = range(length)[::-1] if eqn.params["reverse"] else range(length)
-    for number in order:
-        slices = [tracker.derive(stack[number], [stack]) for stack in stacks]
-        out = env.run(eqn.params["jaxpr"], [*consts, *carry, *slices])
-        carry, row = out[:num_carry], out[num_carry:]
-        rows.append(row)
-    if not rows:
-        avals = map(aval_of, eqn.outvars[num_carry:])
-        return [*carry, *(jnp.zeros(aval.shape, aval.dtype) for aval in avals)]
-    in_place = rows[::-1] if eqn.params["reverse"] else rows
-    columns = zip(*in_place, strict=True)
-    return [*carry, *(tracker.derive(jnp.stack(column), column) for column in columns)]
+    assert isinstance(env.evaluator, _Tracker)
+    derive = env.evaluator.derive
+    return unroll_scan(
+        eqn,
+        env,
+        lambda stack, turn: derive(stack[turn], [stack]),
+        lambda column: derive(jnp.stack(column), column),
+    )
 
 
 _RULES: Mapping[str, Callable[[Equation, Environment], list[Value]]] = {

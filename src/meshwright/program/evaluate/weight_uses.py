@@ -1,7 +1,7 @@
 """The parameters of a traced program: which variables they are, and how they are made ready."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,10 +71,6 @@ class Weights:
     gather_per_block: bool = False
     casts: bool = True
 
-    def prepare(self, value: Value, use: WeightUse) -> Value:
-        """Return a weight cast and gathered for use."""
-        return self._prepare(value, use, use.specs)
-
     def prepare_layer(self, layer: Value, use: WeightUse) -> Value:
         """Return one layer of a stack ready for use, unless the whole stack already is."""
         if not self.gather_per_block:
@@ -83,7 +79,7 @@ class Weights:
         specs = stack and GatherSpecs(
             PartitionSpec(*stack.whole[1:]), PartitionSpec(*stack.sharded[1:])
         )
-        return self._prepare(layer, use, specs)
+        return self.prepare(layer, replace(use, specs=specs))
 
     def cast(self, value: Value, dtype: DTypeLike) -> Value:
         """Cast a prepared weight to the dtype an equation was traced with."""
@@ -97,15 +93,15 @@ class Weights:
         """Whether an atom is rounded to half precision."""
         return self.casts and aval_of(atom).dtype in HALF
 
-    def _prepare(self, value: Value, use: WeightUse, specs: GatherSpecs | None) -> Value:
-        """Return a weight prepared for use, in its original dtype.
+    def prepare(self, value: Value, use: WeightUse) -> Value:
+        """Return a weight cast and gathered for use, in its original dtype.
 
         Its values are rounded to the compute dtype and sent in it. The gradient has the layout of
         the stored weight and is not rounded: it is reduced by a reduce-scatter in the weight's
         dtype. With a plain constraint and a plain cast, every device would get the whole gradient,
         rounded before the devices' partial sums are added.
         """
-        dtype, mesh = use.dtype if self.casts else None, self.mesh
+        dtype, specs, mesh = use.dtype if self.casts else None, use.specs, self.mesh
         if dtype is None and specs is None:
             return value
         whole = None if specs is None or mesh is None else mesh.sharding(specs.whole)

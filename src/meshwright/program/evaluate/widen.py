@@ -71,23 +71,16 @@ def widen_gamma(eqn: Equation, env: Environment) -> list[Value] | None:
     draw = jax.custom_jvp(narrow_draw)
 
     def derivative(primals: Any, tangents: Any) -> Any:
-        drawn = draw(*primals)
-        if eqn.params["log_space"]:
-            # The derivative of a logarithm is that of the number, divided by the number.
-            number = jnp.exp(drawn)
-            slope = _gamma_slope(primals[0], number) / number
-        else:
-            slope = _gamma_slope(primals[0], drawn)
-        return drawn, slope * tangents[0]
+        drawn, is_log = draw(*primals), eqn.params["log_space"]
+        number = jnp.exp(drawn) if is_log else drawn
+        # JAX wraps this function in a way that type checkers misread.
+        slope_of: Any = jax.lax.random_gamma_grad
+        slope = slope_of(primals[0], number)
+        # The derivative of a logarithm is that of the number, divided by the number.
+        return drawn, (slope / number if is_log else slope) * tangents[0]
 
     draw.defjvp(derivative)
     return [draw(alpha)]
-
-
-def _gamma_slope(alpha: Any, drawn: Any) -> Any:
-    # JAX wraps this function in a way that type checkers misread.
-    slope: Any = jax.lax.random_gamma_grad
-    return slope(alpha, drawn)
 
 
 def _combiners(
@@ -148,8 +141,9 @@ class Float64(Numerics):
         if name == "reduce_precision":
             return list(operands)
         if name in _AS_TRACED:
-            narrowed = [_as_traced(a, v.aval) for a, v in zip(operands, eqn.invars, strict=True)]
-            return [widen(out) for out in bind(eqn, narrowed)]
+            pairs = zip(operands, eqn.invars, strict=True)
+            narrow = [jnp.asarray(a, aval_of(v).dtype) if is_narrow(a) else a for a, v in pairs]
+            return [widen(out) for out in bind(eqn, narrow)]
         params = dict(eqn.params)
         for key in _DTYPE_PARAMS:
             if (dtype := wider(params.get(key))) is not None:
@@ -180,9 +174,7 @@ def widen_derivatives(eqn: Equation, env: Environment) -> list[Value] | None:
     """Evaluate a custom_jvp or custom_vjp function, and widen its derivative too."""
     if eqn.primitive.name == "custom_jvp_call":
         return _with_pushforward(eqn, env)
-    if eqn.primitive.name == "custom_vjp_call":
-        return _with_pullback(eqn, env)
-    return None
+    return _with_pullback(eqn, env) if eqn.primitive.name == "custom_vjp_call" else None
 
 
 def _with_pushforward(eqn: Equation, env: Environment) -> list[Value]:
@@ -210,10 +202,6 @@ def _with_pullback(eqn: Equation, env: Environment) -> list[Value]:
 
     function.defvjp(forward, backward)
     return list(function(*env.operands(eqn)))
-
-
-def _as_traced(value: Any, aval: Any) -> Any:
-    return jnp.asarray(value, aval.dtype) if is_narrow(aval) else value
 
 
 WIDE_RULES: tuple[Rule, ...] = (widen_derivatives, widen_programs, widen_gamma)

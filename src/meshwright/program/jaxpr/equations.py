@@ -1,11 +1,13 @@
 """Reading and binding equations and their derivatives, whatever the JAX release."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+
+from meshwright.program.jaxpr.names import module_of
 
 Jaxpr = core.Jaxpr
 # JAX 0.12 keeps this name for the merged class at run time but does not export it to type checkers.
@@ -16,6 +18,7 @@ Literal = core.Literal
 Atom = Var | Literal
 Value = Any
 """An array, concrete or traced, or a scalar where JAX accepts one."""
+_Input = TypeVar("_Input")
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call", "custom_lin"})
 """Primitives that only call a jaxpr and can be replaced by its body."""
@@ -61,6 +64,15 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
+def scan_parts(
+    eqn: Equation, inputs: Sequence[_Input]
+) -> tuple[list[_Input], list[_Input], list[_Input]]:
+    """Divide what belongs to the inputs of a scan equation: its constants, carries and stacks."""
+    consts, carries = scan_counts(eqn)
+    start = consts + carries
+    return [*inputs[:consts]], [*inputs[consts:start]], [*inputs[start:]]
+
+
 def called_jaxpr(eqn: Equation) -> ClosedJaxpr:
     """Return the jaxpr a call, remat or custom-derivative equation runs."""
     inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
@@ -81,6 +93,11 @@ def structs_of(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 def name_stack(eqn: Equation) -> str:
     """Return the scopes an equation was traced in."""
     return str(eqn.source_info.name_stack)
+
+
+def equation_module(eqn: Equation) -> str:
+    """Return the path of the module that an equation belongs to; empty if it is in none."""
+    return module_of(name_stack(eqn))
 
 
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Any
 
 MODULE_MARK = "~"
@@ -85,6 +86,12 @@ def module_of(op_name: str) -> str:
 def modules_of(op_name: str) -> list[str]:
     """Return all module paths in a name stack, outermost first."""
     return _MODULE.findall(op_name)
+
+
+def common_module(modules: Iterable[str]) -> str:
+    """Return the innermost module that contains all of these; empty if none does."""
+    steps = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def rename_module(scopes: str, old: str, new: str) -> str:

@@ -16,10 +16,9 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Var,
     called_jaxpr,
-    name_stack,
+    equation_module,
     scan_counts,
 )
-from meshwright.program.jaxpr.names import module_of
 
 Fact = TypeVar("Fact")
 """What is known about a value."""
@@ -77,8 +76,14 @@ def all_equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Equation, int]
 
 def where(eqn: Equation) -> str:
     """Return an operation and its module."""
-    module = module_of(name_stack(eqn))
+    module = equation_module(eqn)
     return f"{eqn.primitive.name} {f'in {module}' if module else 'outside all modules'}"
+
+
+def quoted(eqn: Equation) -> str:
+    """Return an operation, and its module if it is in one, as a message quotes them."""
+    module = equation_module(eqn)
+    return f"`{eqn.primitive.name}`{f' in `{module}`' if module else ''}"
 
 
 def origin(jaxpr: Jaxpr, atom: Atom, casts_to: Collection[Any] = ()) -> Atom:

@@ -338,8 +338,7 @@ def division(rows: Sequence[int], most: int) -> tuple[int, int]:
 def _join(stacked: Any, dim: int) -> Any:
     """Return parts [n, …] joined along a dim."""
     moved = jnp.moveaxis(stacked, 0, dim)
-    shape = moved.shape
-    return moved.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
 
 
 def _resized(eqn: Equation, count: int, rows: Sequence[int]) -> Equation:

@@ -19,14 +19,7 @@ from meshwright.mesh.axes import CONTEXT, TENSOR, entry_names
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.op import nbytes_of
 from meshwright.program.dims.walk import ProgramDims, all_programs
-from meshwright.program.jaxpr.equations import (
-    Equation,
-    Var,
-    aval_of,
-    name_stack,
-    scan_counts,
-)
-from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.equations import Equation, Var, aval_of, equation_module, scan_parts
 from meshwright.program.kernels.attention_operands import AttentionOperands, free_dims
 from meshwright.program.kernels.attention_products import (
     REPEATS,
@@ -321,7 +314,7 @@ def _place(at: _Placing, attention: AttentionProducts, found: ContextExchanges) 
     parts = size if by_heads else 1
     sent = tuple((k, at.nbytes(v) / parts, not n) for v in arrays for n, k in enumerate(kinds))
     found.attention[output] = AttentionLayouts(
-        module=module_of(name_stack(scores)) or at.program.path,
+        module=equation_module(scores) or at.program.path,
         length=length,
         by_heads=by_heads,
         why=_why(exchanged / gathered, possible=heads is not None, sizes=at.sizes),
@@ -436,11 +429,11 @@ def _find_scans(at: _Placing, found: ContextExchanges) -> None:
     for eqn in at.program.jaxpr.eqns:
         if eqn.primitive.name != "scan":
             continue
-        constants, carries = scan_counts(eqn)
-        rows = [0 in at.classes.positions(at.program, x) for x in eqn.invars[constants + carries :]]
+        _, carries, stacks = scan_parts(eqn, eqn.invars)
+        rows = [0 in at.classes.positions(at.program, x) for x in stacks]
         if not any(rows):
             continue
-        states = eqn.outvars[:carries]
+        states = eqn.outvars[: len(carries)]
         if any(at.classes.positions(at.program, state) for state in states):
             raise by_blocks(eqn, found.size)
         if not all(rows) or eqn.params["reverse"] or not scales_and_adds(eqn):
@@ -450,7 +443,7 @@ def _find_scans(at: _Placing, found: ContextExchanges) -> None:
         # What each device adds to a state and how it scales it, and the gradients of its first.
         nbytes = found.size * sum(map(at.nbytes, states))
         sent = ("all-gather", 2 * nbytes, True), ("all-gather", nbytes, False)
-        module = module_of(name_stack(eqn)) or at.program.path
+        module = equation_module(eqn) or at.program.path
         assert isinstance(found.scans, dict)
         layouts = tuple(PartitionSpec(*at.gathered(state)) for state in states)
         found.scans[eqn.outvars[0]] = PassedStates(module, sent, at.program.times, layouts)

@@ -80,14 +80,14 @@ class AttentionKernel:
         run = partial(run_attention, self.operands, attend, rows=rows)
         *dims, of_result = self.operands.positions
         if more := rows - exchange.length:
-            inputs = [_padded(x, own, more) for x, own in zip(inputs, dims, strict=True)]
+            inputs = [padded(x, own, more) for x, own in zip(inputs, dims, strict=True)]
         layouts = [self.layouts[0], *exchange.own_keys, *self.layouts[3:]]
         result = run_locally(run, inputs, layouts[:-1], layouts[-1], mesh)
         return jax.lax.slice_in_dim(result, 0, exchange.length, axis=of_result[0])
 
 
-def _padded(array: Any, dims: Sequence[int], more: int) -> Any:
-    """Return an array with more entries behind the others, along some dims."""
+def padded(array: Any, dims: Sequence[int], more: int) -> Any:
+    """Return an array with so many zeros behind its entries, along some dims."""
     return jnp.pad(array, [(0, more if d in dims else 0) for d in range(array.ndim)])
 
 
@@ -198,7 +198,7 @@ def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
 
 def _even(array: Any, dim: int) -> Any:
     """Return an array with an even number of entries along a dim."""
-    return _padded(array, (dim,), 1) if array.shape[dim] % 2 else array
+    return padded(array, (dim,), 1) if array.shape[dim] % 2 else array
 
 
 PLANNED = "planned_attention"

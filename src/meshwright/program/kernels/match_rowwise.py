@@ -330,9 +330,7 @@ def _finish(graph: Graph, numbers: set[int], output: Var, sources: tuple[Var, ..
             for n in skipped
             if all(
                 v is output
-                or (
-                    not graph.is_returned(v) and all(r in skipped for r in graph.readers.get(v, ()))
-                )
+                or (not graph.is_returned(v) and skipped.issuperset(graph.readers.get(v, ())))
                 for v in graph.jaxpr.eqns[n].outvars
             )
         }

@@ -22,9 +22,8 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Value,
     Var,
-    name_stack,
+    equation_module,
 )
-from meshwright.program.jaxpr.names import module_of
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class Graph:
 
 def module_name(eqns: Sequence[Equation]) -> str:
     """Return the innermost module that all equations are in."""
-    modules = [module_of(name_stack(eqn)).split(".") for eqn in eqns]
+    modules = [equation_module(eqn).split(".") for eqn in eqns]
     common = modules[0]
     for path in modules[1:]:
         same = [a for a, b in zip(common, path, strict=False) if a == b]

@@ -13,7 +13,6 @@ from meshwright.program.evaluate.evaluator import (
 )
 from meshwright.program.evaluate.weight_uses import Weights, WeightUse
 from meshwright.program.jaxpr.equations import (
-    Atom,
     ClosedJaxpr,
     Equation,
     Literal,
@@ -21,6 +20,7 @@ from meshwright.program.jaxpr.equations import (
     Var,
     aval_of,
     scan_counts,
+    scan_parts,
 )
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.program.on_mesh.run_blocks import BlockRunner
@@ -41,16 +41,18 @@ class LayerScans:
         stacks, shared = stacked_weights(eqn, env), shared_weights(eqn, env)
         if not stacks and not shared:
             return None
+        per_block = env.evaluator.weights.gather_per_block
         operands = [
-            _stack(atom, stacks[number], env)
-            if number in stacks
+            # A stack to scan over stays sharded, or is gathered as a whole.
+            env.values[stacks[number].leaf]
+            if number in stacks and per_block
             else env.in_param_dtype(atom)
-            if number in shared
+            if number in stacks or number in shared
             else env.read(atom)
             for number, atom in enumerate(eqn.invars)
         ]
-        num_consts, _ = scan_counts(eqn)
-        return run_scan(eqn, operands, self.body(eqn, operands[:num_consts], env))
+        consts, _, _ = scan_parts(eqn, operands)
+        return run_scan(eqn, operands, self.body(eqn, consts, env))
 
     def body(self, eqn: Equation, consts: list[Value], env: Environment) -> ScanBody:
         """Return a scan's body; ``consts`` has half-precision weights in the parameter's dtype."""
@@ -138,10 +140,3 @@ def shared_weights(eqn: Equation, env: Environment) -> set[int]:
         return set()
     num_consts, _ = scan_counts(eqn)
     return {n for n, atom in enumerate(eqn.invars[:num_consts]) if env.is_half_weight(atom)}
-
-
-def _stack(atom: Atom, use: WeightUse, env: Environment) -> Value:
-    """Return a stack of layers to scan over: sharded, or gathered as a whole."""
-    return (
-        env.values[use.leaf] if env.evaluator.weights.gather_per_block else env.in_param_dtype(atom)
-    )

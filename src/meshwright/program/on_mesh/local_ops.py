@@ -67,9 +67,7 @@ def _whole_dims(eqn: Equation) -> Sequence[int]:
     rank = len(aval_of(eqn.outvars[0]).shape)
     if eqn.primitive.name == "fft":
         return range(rank - len(eqn.params["fft_lengths"]), rank)
-    if eqn.primitive.name == "top_k":
-        return [eqn.params.get("axis", -1) % rank]
-    return []
+    return [eqn.params.get("axis", -1) % rank] if eqn.primitive.name == "top_k" else []
 
 
 def _without(spec: PartitionSpec, dims: Sequence[int]) -> PartitionSpec:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from meshwright.mesh.axes import CONTEXT
 from meshwright.program.evaluate.mesh_view import MeshView, axes_of, run_locally
 from meshwright.program.jaxpr.equations import Equation, aval_of
+from meshwright.program.kernels.fused_attention import padded
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,13 @@ class LookupSums:
         zeros = partial(jnp.zeros, table.shape, table.dtype)
         parts = run_locally(
             lambda at, own: gradient((zeros(), at), own)[None, None],
-            [_filled_up(array, dim, size) for array in (indices, cotangent)],
+            [padded(x, (dim,), -x.shape[dim] % size) for x in (indices, cotangent)],
             (self.rows, self.rows),
             PartitionSpec("fsdp" if "fsdp" in axes else None, others),
             self.mesh,
         )
         scattered = self.mesh.sharding(PartitionSpec(others, *self.layout))
         return lax.with_sharding_constraint(parts.sum(0), scattered).sum(0)
-
-
-def _filled_up(array: Any, dim: int, size: int) -> Any:
-    """Return an array with zeros behind the others along a dim, so that it divides."""
-    return jnp.pad(array, [(0, -n % size if d == dim else 0) for d, n in enumerate(array.shape)])
 
 
 def lookup_rows(eqn: Equation, layout: PartitionSpec | None) -> PartitionSpec | None:

@@ -127,9 +127,8 @@ class LoopWeights:
             part = eqn.replace(params={**eqn.params, "shape": tuple(shape)})
             run: Run = lambda x: env.evaluator.numerics.bind(part, [x])  # noqa: E731
             results = self._on_rows(run, operands, rows, read, env)
-            return (
-                record_prepared(eqn, results, env) if env.is_half_weight(eqn.invars[0]) else results
-            )
+            is_half = env.is_half_weight(eqn.invars[0])
+            return record_prepared(eqn, results, env) if is_half else results
 
         def evaluate(*own: Value) -> list[Value]:
             return env.evaluator.continue_after(self, eqn, env.with_operands(eqn, own))

@@ -31,7 +31,7 @@ from meshwright.program.jaxpr.equations import (
     Var,
     aval_of,
     bind,
-    scan_counts,
+    scan_parts,
 )
 from meshwright.program.kernels.context_attention import Exchange
 from meshwright.program.kernels.find_kernels import Kernels
@@ -298,17 +298,15 @@ class StateScans:
         scan = self.scans.get(eqn.outvars[0]) if eqn.outvars else None
         if scan is None:
             return None
-        operands, (consts, carries) = env.operands(eqn), scan_counts(eqn)
-        states, xs = operands[consts : consts + carries], operands[consts + carries :]
-        others = [*operands[:consts], *xs]
+        consts, states, xs = scan_parts(eqn, env.operands(eqn))
+        others = [*consts, *xs]
         # Constraints inside of the loop are those of whole arrays.
         rules = () if env.evaluator.weights.casts else WIDE_RULES
         inside = Environment(Evaluator(rules, numerics=env.evaluator.numerics), {})
 
         def run(state: list[Value], others: Sequence[Value]) -> Any:
-            return lax.scan(
-                scan_body(eqn, list(others[:consts]), inside), state, list(others[consts:])
-            )
+            body = scan_body(eqn, list(others[: len(consts)]), inside)
+            return lax.scan(body, state, list(others[len(consts) :]))
 
         def effects(*others: Value) -> Any:
             zeros, ones = ([make(x) for x in states] for make in (jnp.zeros_like, jnp.ones_like))
@@ -316,10 +314,10 @@ class StateScans:
             return jax.tree.map(lambda x: x[None], found)
 
         def results(*operands: Value) -> list[Value]:
-            return run([x[0] for x in operands[:carries]], operands[carries:])[1]
+            return run([x[0] for x in operands[: len(states)]], operands[len(states) :])[1]
 
         own = PartitionSpec(CONTEXT)
-        specs = [PartitionSpec() if n < consts else own for n in range(len(others))]
+        specs = [*[PartitionSpec()] * len(consts), *[own] * len(xs)]
         added, kept = run_locally(effects, others, specs, own, self.mesh)
         firsts: list[Value] = []
         for n, spec in enumerate(scan.states):
@@ -329,7 +327,7 @@ class StateScans:
                 before.append(scale * before[-1] + more)
             states[n] = before.pop()
             firsts.append(constrain(jnp.stack(before), whole))
-        ys = run_locally(results, [*firsts, *others], [own] * carries + specs, own, self.mesh)
+        ys = run_locally(results, [*firsts, *others], [own] * len(states) + specs, own, self.mesh)
         return [*states, *ys]
 
 

@@ -12,8 +12,7 @@ from meshwright.mesh.axes import AXES, BATCH_AXES, CONTEXT, PIPE, resolve_alias
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.factors import DimFactor
 from meshwright.program.dims.walk import ProgramDims, all_programs
-from meshwright.program.jaxpr.equations import Literal, Var, aval_of, name_stack
-from meshwright.program.jaxpr.names import module_of
+from meshwright.program.jaxpr.equations import Literal, Var, aval_of, equation_module
 from meshwright.program.kernels.find_kernels import LayoutOf
 from meshwright.program.trace.requested_layouts import RequestedLayout, requested_layout
 
@@ -47,7 +46,7 @@ def _crossing(program: ProgramDims) -> Iterator[Var]:
     producers: dict[Var, str] = {}
     crossing: dict[Var, None] = {}
     for eqn in program.jaxpr.eqns:
-        module = module_of(name_stack(eqn))
+        module = equation_module(eqn)
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and producers.get(atom, module) != module:
                 crossing[atom] = None
@@ -128,7 +127,7 @@ def find_model_layouts(
             problem = _uneven(dims, aval_of(result).shape, sizes)
             constraints |= {} if problem else {result: _spec(dims, sizes)}
         if problem:
-            where = module_of(name_stack(eqn)) or "the loss"
+            where = equation_module(eqn) or "the loss"
             ignored.setdefault((str(request), problem), {})[where] = None
     return ModelLayouts(
         constraints, tuple(_sentence(*key, list(at)) for key, at in ignored.items())

@@ -26,12 +26,10 @@ from meshwright.program.jaxpr.equations import (
     Var,
     aval_of,
     bind,
-    name_stack,
     scan_counts,
     structs_of,
 )
-from meshwright.program.jaxpr.names import module_of
-from meshwright.program.jaxpr.walks import called_programs, operand_of
+from meshwright.program.jaxpr.walks import called_programs, operand_of, quoted
 from meshwright.program.trace.adapters import Adapter, Split, is_reference
 from meshwright.program.trace.weight_views import View, moved, pieces
 
@@ -201,9 +199,7 @@ class _Adding(Evaluator):
             view = self._view(eqn.invars[number])
             assert view is not None
             if view.adapter is None:
-                where = module_of(name_stack(eqn))
-                place = f" in `{where}`" if where else ""
-                self.uses[view.leaf].others.append(f"`{eqn.primitive.name}`{place}")
+                self.uses[view.leaf].others.append(quoted(eqn))
 
     def _enter(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate nested programs, whose inputs are the same weights."""

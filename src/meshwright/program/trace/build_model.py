@@ -7,7 +7,7 @@ attributes, and read it as Python numbers, as if it were built outside of a trac
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -99,10 +99,8 @@ def trace_values(
                 key = jax.random.wrap_key_data(words)
                 return leaves.values(_build(source, key), key)
 
-        try:
+        with suppress(*NEEDS_VALUES):
             return jax.make_jaxpr(create)(words), words
-        except NEEDS_VALUES:
-            continue
     return None
 
 

@@ -34,12 +34,10 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
     called_jaxpr,
-    name_stack,
     scan_counts,
     structs_of,
 )
-from meshwright.program.jaxpr.names import module_of
-from meshwright.program.jaxpr.walks import all_equations, program_key
+from meshwright.program.jaxpr.walks import all_equations, program_key, quoted
 from meshwright.program.trace.normalize import normalize
 
 _MARKS = {f"meshwright.{name}": name for name in ("segments", "positions", "tokens", "logits")}
@@ -224,7 +222,7 @@ class _Apart(Evaluator):
         trace = lambda: jax.eval_shape(lambda *args: env.run(closed, args), *operands)  # noqa: E731
         self._enter(eqn, facts, trace)
         if self._changes > before:
-            self._facts.update(dict.fromkeys(eqn.outvars, _Fact(mixed=_where(eqn))))
+            self._facts.update(dict.fromkeys(eqn.outvars, _Fact(mixed=quoted(eqn))))
         return bind(eqn, operands)
 
     def _scan(self, eqn: Equation, env: Environment, facts: list[_Fact]) -> list[Value]:
@@ -240,7 +238,7 @@ class _Apart(Evaluator):
         known = [self._fact(atom) for atom in inner.outvars]
         same = all(a.dims == b.dims for a, b in zip(known, entering[consts:start], strict=False))
         if not same or any(fact.dims and fact.dims[0] for fact in facts[start:]):
-            self._facts.update(dict.fromkeys(eqn.outvars, _Fact(mixed=_where(eqn))))
+            self._facts.update(dict.fromkeys(eqn.outvars, _Fact(mixed=quoted(eqn))))
             return bind(eqn, operands)
         known = [*known[:carries], *(fact.shifted(1) for fact in known[carries:])]
         self._facts.update(zip(eqn.outvars, known, strict=True))
@@ -249,11 +247,6 @@ class _Apart(Evaluator):
 
 def _mark(eqn: Equation) -> str:
     return _MARKS.get(eqn.params["name"], "") if eqn.primitive.name == "name" else ""
-
-
-def _where(eqn: Equation) -> str:
-    module = module_of(name_stack(eqn))
-    return f"`{eqn.primitive.name}`{f' in `{module}`' if module else ''}"
 
 
 def _spread(value: Any, rank: int, row: int, place: int) -> Any:
@@ -332,7 +325,7 @@ def _dependent(eqn: Equation, result: int, facts: Sequence[_Fact], summed: _Dims
         lost -= set(places or ())
     fits &= dims.count(ROW) == 1 and 1 <= dims.count(PLACE) <= 2 and lost <= summed
     if not fits:
-        return _Fact(mixed=_where(eqn))
+        return _Fact(mixed=quoted(eqn))
     name, hidden = eqn.primitive.name, ""
     # The pairs of a product are other ones than those of its operands.
     if dims.count(PLACE) == 2 and name != "dot_general":
@@ -355,7 +348,7 @@ def _meet(eqn: Equation, number: int, fact: _Fact, found: _Fact) -> tuple[_Fact,
     if not places:
         return found, []
     if eqn.primitive.name not in ELEMENTWISE and eqn.primitive.name != "concatenate":
-        return _Fact(mixed=_where(eqn)), []
+        return _Fact(mixed=quoted(eqn)), []
     shape = aval_of(eqn.invars[number]).shape
     others = [d for d in varied if not found.dims[d] and shape[d] == shape[places[0]]]
     # A mask of queries and keys joins one of padding, which has no dim of queries.

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -129,11 +130,8 @@ class ModelLeaves:
         """Return a model with these leaf values; adapters are merged into the weights."""
         if self.adapters:
             values = self.merged_values(values)
-        state: list[tuple[tuple[Any, ...], Any]] = []
-        start = 0
-        for path, treedef, count in self._entries:
-            state.append((path, jax.tree.unflatten(treedef, values[start : start + count])))
-            start += count
+        rest = iter(values)
+        state = [(path, tree.unflatten(islice(rest, n))) for path, tree, n in self._entries]
         # A copy, because inside a transform NNX refuses to merge state created outside of it.
         return nnx.merge(self._graphdef, nnx.from_flat_state(state), copy=True)
 

@@ -1,6 +1,7 @@
 """A function of a model and a batch as a program of their leaves, with what it changes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,41 +26,37 @@ from meshwright.program.trace.scopes import module_scopes
 from meshwright.runtime.user_code import doing, explaining_axis_names
 
 
+@dataclass(eq=False)
 class ModelProgram:
     """Traces ``function(model, batch)``, whose list of arrays becomes the program's results.
 
     The new values of all state follow, and those of the parameters that the model writes to.
 
-    Args:
+    Attributes:
         function: from a model and a batch to a list of arrays.
         batch_tree: the tree structure of the batch.
         compute_dtype: what weights are cast to; None for no cast.
-
-    Attributes:
         remarks: what the function did while it was traced that the program does not repeat.
         paths_by_class: by name of a class, the paths of the model's modules.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Any, Any], list[Any]],
-        model_leaves: ModelLeaves,
-        batch_tree: Any,
-        compute_dtype: Any,
-    ) -> None:
-        self._function, self._leaves = function, model_leaves
-        self._batch_tree, self._compute_dtype = batch_tree, compute_dtype
-        self._weights = {i for i, leaf in enumerate(model_leaves.leaves) if leaf.is_weight}
-        self._changed: set[int] = set()
-        self._same: set[int] = set()
-        self._python_changes: list[AttributeChange] = []
-        self.remarks: list[str] = []
-        self.paths_by_class: dict[str, Sequence[str]] = {}
+    function: Callable[[Any, Any], list[Any]]
+    leaves: ModelLeaves
+    batch_tree: Any
+    compute_dtype: Any
+    remarks: list[str] = field(default_factory=list[str])
+    paths_by_class: dict[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    _changed: set[int] = field(default_factory=set[int])
+    _same: set[int] = field(default_factory=set[int])
+    _python_changes: list[AttributeChange] = field(default_factory=list[AttributeChange])
+
+    def __post_init__(self) -> None:
+        self._weights = {i for i, leaf in enumerate(self.leaves.leaves) if leaf.is_weight}
 
     @property
     def written(self) -> tuple[int, ...]:
         """The numbers of the parameters that the model writes to."""
-        return tuple(sorted(self._changed & set(self._leaves.indices("param"))))
+        return tuple(sorted(self._changed & set(self.leaves.indices("param"))))
 
     def trace(self, structs: Sequence[Any]) -> ClosedJaxpr:
         """Trace the program for leaves of the model and the batch of these shapes."""
@@ -67,7 +64,7 @@ class ModelProgram:
         if changed := self._changed & self._weights:
             self._same = self._same_weights(traced.jaxpr, changed)
             self._changed -= self._same
-            if self._same or self._compute_dtype is not None:
+            if self._same or self.compute_dtype is not None:
                 # Weights that the loss changes (a moving average) must not be rounded.
                 self._python_changes.clear()
                 traced = self._trace(structs)
@@ -83,28 +80,28 @@ class ModelProgram:
         return jax.make_jaxpr(lambda *inputs: self._run(inputs))(*structs)
 
     def _run(self, inputs: Sequence[Any]) -> list[Any]:
-        count = len(self._leaves.leaves)
+        count = len(self.leaves.leaves)
         cast = self._weights - self._changed
         values = [
             self._in_compute_dtype(leaf, value) if i in cast else value
-            for i, (leaf, value) in enumerate(zip(self._leaves.leaves, inputs, strict=False))
+            for i, (leaf, value) in enumerate(zip(self.leaves.leaves, inputs, strict=False))
         ]
-        model = self._leaves.merge(values)
-        follow_policy(model, self._compute_dtype)
+        model = self.leaves.merge(values)
+        follow_policy(model, self.compute_dtype)
         apply_changes(model, self._python_changes)
         before = PythonState(model)
-        with module_scopes(model, self._compute_dtype) as paths, brief_about_sharding():
+        with module_scopes(model, self.compute_dtype) as paths, brief_about_sharding():
             self.paths_by_class.update(paths)
             with doing("tracing the loss"), explaining_axis_names(), recorded_layouts():
-                batch = jax.tree.unflatten(self._batch_tree, inputs[count:])
-                results = self._function(model, batch)
+                batch = jax.tree.unflatten(self.batch_tree, inputs[count:])
+                results = self.function(model, batch)
         self._python_changes[:] = before.changes()
         refuse_kept_arrays(self._python_changes)
-        after = self._leaves.values(model)
+        after = self.leaves.values(model)
         new = {i for i in range(count) if after[i] is not values[i]}
         self._changed |= new - self._same
         kept = [
-            _kept_value(self._leaves.leaves[i], after[i]) if i in self._changed else inputs[i]
+            _kept_value(self.leaves.leaves[i], after[i]) if i in self._changed else inputs[i]
             for i in self._kept()
         ]
         return [*results, *kept]
@@ -112,16 +109,16 @@ class ModelProgram:
     def _in_compute_dtype(self, leaf: Leaf, value: Any) -> Any:
         if leaf.original_dtype is not None:
             # A frozen weight that is kept in another format than the model has it in.
-            return value.astype(self._compute_dtype or leaf.original_dtype)
-        return cast_floats(value, jnp.float32, self._compute_dtype)
+            return value.astype(self.compute_dtype or leaf.original_dtype)
+        return cast_floats(value, jnp.float32, self.compute_dtype)
 
     def _kept(self) -> list[int]:
-        return [*self._leaves.indices("state"), *self.written]
+        return [*self.leaves.indices("state"), *self.written]
 
     def _same_weights(self, jaxpr: Jaxpr, weights: set[int]) -> set[int]:
         """Return the weights among these that the program returns as they were."""
         # The model gets weights in the compute dtype, so casts from and to it change nothing.
-        compute = self._compute_dtype
+        compute = self.compute_dtype
         casts_to = () if compute is None else (jnp.dtype(jnp.float32), jnp.dtype(compute))
         kept = self._kept()
         outputs = zip(kept, jaxpr.outvars[len(jaxpr.outvars) - len(kept) :], strict=True)

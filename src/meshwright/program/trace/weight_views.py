@@ -64,12 +64,9 @@ def moved(view: View, eqn: Equation, others: Sequence[Any]) -> View | None:
     if name in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim"):
         dimensions = eqn.params.get("broadcast_dimensions", ())
         plain = eqn.params.get("dimensions") is None or name == "squeeze"
-        is_same = sorted(dimensions) == list(dimensions) and plain
-        return (
-            _reshaped(view, shape)
-            if is_same and math.prod(shape) == math.prod(view.shape)
-            else None
-        )
+        is_same = plain and sorted(dimensions) == list(dimensions)
+        is_same &= math.prod(shape) == math.prod(view.shape)
+        return _reshaped(view, shape) if is_same else None
     if name in ("slice", "dynamic_slice", "rev"):
         cuts = {n: _cut(eqn, others, x, dims) for n, x, dims in view.sides()}
         return replace(view, shape=shape, **cuts)
