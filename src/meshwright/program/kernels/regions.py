@@ -24,6 +24,7 @@ from meshwright.program.jaxpr.equations import (
     Var,
     equation_module,
 )
+from meshwright.program.jaxpr.names import common_module
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,4 @@ class Graph:
 
 def module_name(eqns: Sequence[Equation]) -> str:
     """Return the innermost module that all equations are in."""
-    modules = [equation_module(eqn).split(".") for eqn in eqns]
-    common = modules[0]
-    for path in modules[1:]:
-        same = [a for a, b in zip(common, path, strict=False) if a == b]
-        common = common[: len(same)] if common[: len(same)] == same else []
-    return ".".join(common)
+    return common_module(map(equation_module, eqns))
