@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from meshwright import models, tasks
-from meshwright.config.argument_checks import check_optimizer
+from meshwright.config.argument_checks import check_count, check_optimizer
 from meshwright.config.builders import (
     Builder,
     build,
@@ -204,6 +204,8 @@ def find_data(config: Config, task: HasLoss) -> ConfigData:
     """Return the data of a config, not read yet."""
     sizes = _shared_sizes(config)
     check_rows(config)
+    if "sequence_length" in (given := config.data.arguments()) and ":" not in config.data.kind:
+        check_count("data.sequence_length", given["sequence_length"])
     shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
     shared["sequence_length"] = shared["context_length"]
     shared["mixes"] = partial(mixes_documents, config, task)

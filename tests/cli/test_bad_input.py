@@ -67,7 +67,10 @@ MISTAKES = {
     ),
 }
 
-NOT_FINITE = ("task.kind=bad_input:nan_loss", "data.kind=bad_input:nan_data")
+NOT_FINITE = {
+    "task.kind=bad_input:nan_loss": "it is not finite on the first batch: ",
+    "data.kind=bad_input:nan_data": "the batch is not finite itself: `x` has 128 NaN",
+}
 
 
 @pytest.fixture
@@ -113,12 +116,12 @@ def test_a_tensor_axis_larger_than_the_heads(capfd, command):
 def test_a_loss_that_is_not_finite_at_the_start_of_training(run, override):
     code, out, err = run("train", override)
     assert (code, out) == (4, "")
-    assert "error: the loss is nan at step 1\n  it is not finite on the first batch: " in err
+    assert f"error: the loss is nan at step 1\n  {NOT_FINITE[override]}" in err
     assert "Traceback" not in err
 
 
 def test_a_proof_of_a_loss_that_is_not_finite(run):
-    code, out, err = run("verify", NOT_FINITE[0])
+    code, out, err = run("verify", "task.kind=bad_input:nan_loss")
     assert (code, out) == (2, "")
     assert "error: the loss of the first batch is nan on one device" in err
 
@@ -129,6 +132,22 @@ def test_a_trainer_that_meets_a_loss_that_is_not_finite_in_its_first_step(run):
     trainer = mw.Trainer(model=bad_input.Net, loss=bad_input.loss, optimizer=optax.sgd(0.1))
     with pytest.raises(UserError, match="the loss is nan at step 1"):
         trainer.fit([{"x": np.full((8, 4), np.nan, np.float32)}], steps=1)
+
+
+def test_a_proof_of_more_steps_than_there_are_batches(run):
+    import bad_input
+
+    trainer = mw.Trainer(model=bad_input.Net, loss=bad_input.loss, optimizer=optax.sgd(0.1))
+    with pytest.raises(UserError, match="the data has no batch 1") as caught:
+        trainer.verify([{"x": np.ones((8, 4), np.float32)}])
+    assert "steps=1" in caught.value.fix
+
+
+def test_rows_without_tokens(capfd):
+    assert main(["ledger", "data.sequence_length=0"]) == 2
+    assert (
+        "error: data.sequence_length=0 is not valid\n  it is less than 1" in capfd.readouterr().err
+    )
 
 
 SPELLED = {

@@ -329,6 +329,43 @@ def test_a_missing_folder_is_told_with_the_newest_run(tmp_path, capfd, monkeypat
     assert "the newest run here is outputs/one" in err
 
 
+OWN = """
+import jax.numpy as jnp
+from flax import nnx
+
+class Bytes(nnx.Module):
+    def __init__(self, *, rngs):
+        self.tokens = nnx.Embed(256, 4, rngs=rngs)
+        self.head = nnx.Linear(4, 256, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(jnp.cumsum(self.tokens(tokens), 1))
+"""
+
+
+def test_a_run_of_a_users_own_model_names_its_code(tmp_path, capfd, monkeypatch):
+    (tmp_path / "own_bytes.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    words = ["training.steps=1", "training.micro_batch_size=2", "data.sequence_length=8"]
+    words += ["training.eval_batches=1", "training.sample_tokens=2", "hydra.run.dir=run"]
+    code, out, err = call(capfd, "train", "model.kind=own_bytes:Bytes", *words)
+    assert code == 0, err
+    words = ["generate", str(tmp_path / "run"), "--model", "own_bytes:Bytes", "--prompt"]
+    assert f'{" ".join(words)} "…"' in out
+    module = sys.modules.pop("own_bytes")
+    code, _, err = call(capfd, "generate", "run", "--prompt", "the")
+    assert code == 2
+    assert "--model own_bytes:Bytes" in err
+    code, _, err = call(capfd, *words, "the", "--max-new-tokens", 2)
+    assert code == 0, err
+    (tmp_path / "text.txt").write_text("one two")
+    assert call(capfd, "eval", "run", "text.txt", "--model", "own_bytes:Bytes")[0] == 0
+    code, _, err = call(capfd, "eval", "run", "text.txt", "--model", "own_bytes:Bites")
+    assert code == 2
+    assert "did you mean `Bytes`" in err
+    assert sys.modules.pop("own_bytes") is not module
+
+
 @pytest.mark.full
 def test_what_is_kept_and_what_has_no_effect_is_said(tmp_path, capfd, monkeypatch):
     code, _, err = call(capfd, "generate", GPT2, "--prompt", "the", "--seed", 3)

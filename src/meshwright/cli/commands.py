@@ -64,6 +64,7 @@ _CHECKPOINT = (
     Flag("--ema", "the moving average of the weights (training.ema_decay)"),
 )
 _MODEL = (
+    Flag("--model", "the run's model, if it is your own: package.module:Name", "NAME"),
     Flag("--dtype", "number format (default: that of the run or folder)", "NAME"),
     Flag("--mesh", "where to run, such as data=8 or fsdp=4,tensor=2", "SIZES"),
     Flag("--simulate", "run on N virtual CPU devices", "N"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
+from meshwright.config.builders import import_named
 from meshwright.errors import UserError
 from meshwright.runtime.activity import activity
 from meshwright.text.json_text import parse_json
@@ -25,6 +26,10 @@ def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
     from meshwright.trainer.trained.load_model import load_model
 
     _check_folder(Path(path))
+    if "--model" in arguments.flags:
+        # A run may name code of the user's, which is only imported if the user names it too.
+        name = arguments.flags["--model"]
+        import_named(f"--model {name}", name)
     with activity(f"loading {path}"):
         model = load_model(path, **arguments.checkpoint)
     return model, read_text_settings(Path(path))

@@ -148,8 +148,10 @@ def _lines(result: FitResult, sample: str | None, grade: str | None) -> list[str
             f"to resume: the same command with {shlex.quote(f'hydra.run.dir={result.run_dir}')}"
         )
     if sample:
-        chat = ["--chat"] if result.metadata.config.get("data", {}).get("kind") == "chat" else []
-        words = ["generate", str(result.run_dir), *chat, "--prompt"]
+        data, model = (result.metadata.config.get(part, {}) for part in ("data", "model"))
+        chat = ["--chat"] if data.get("kind") == "chat" else []
+        own = ["--model", model["kind"]] if ":" in model.get("kind", "") else []
+        words = ["generate", str(result.run_dir), *own, *chat, "--prompt"]
         more = shlex.join([*invoked_as(), *words])
         lines.append(f'more of it: {more} "…"')
     return [

@@ -15,7 +15,11 @@ from meshwright.runtime.versions import package_versions
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState, copied
 from meshwright.step.train_step import HALTED
-from meshwright.trainer.incidents.not_finite import StepValues, bad_step_error
+from meshwright.trainer.incidents.not_finite import (
+    StepValues,
+    bad_step_error,
+    wrong_numbers,
+)
 from meshwright.trainer.incidents.recovery import cleared
 from meshwright.trainer.programs import Programs, compile_step
 from meshwright.trainer.run_progress import ALL_DONE
@@ -53,8 +57,10 @@ class Stepping:
             self.state = replace(self.state, halted=cleared(self.state.halted))
             if self.trainer.on_nonfinite != "skip":
                 bad = StepValues(self.done + 1, values["loss"], values["grad_norm"])
-                wrong = assembled.traced.wrong_indices(batch)
-                raise bad_step_error(bad, indices="; ".join(wrong))
+                traced, leaves = assembled.traced, jax.tree.leaves(batch)
+                numbers = wrong_numbers([leaf.path for leaf in traced.batch], leaves)
+                indices = "; ".join(traced.wrong_indices(batch))
+                raise bad_step_error(bad, indices=indices, numbers=numbers)
             values["skipped"] = 1.0
         self.done += 1
         self.losses[self.done] = values["loss"]

@@ -23,7 +23,7 @@ from meshwright.plan import Plan
 from meshwright.processes import broadcast, is_main
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import Snapshot
-from meshwright.trainer.incidents.not_finite import BadStep, StepValues
+from meshwright.trainer.incidents.not_finite import BadStep, StepValues, wrong_numbers
 
 INCIDENTS = "incidents"
 RECORD, BATCH = "record.json", "batch.npz"
@@ -80,6 +80,10 @@ class FlightRecorder:
         whole = NamedSharding(self.assembled.mesh, PartitionSpec())
         copied = jax.jit(lambda leaves: leaves, out_shardings=whole)(list(batch))
         return [np.asarray(leaf.addressable_data(0)) for leaf in copied]
+
+    def numbers(self, batch: Sequence[Any]) -> str:
+        """Say which arrays of a batch are not finite; empty if all are."""
+        return wrong_numbers([leaf.path for leaf in self.assembled.traced.batch], self.fetch(batch))
 
     def indices(self, batch: Sequence[Any], *, negative: bool) -> str:
         """Say which indices of a batch are out of range; empty if none is."""

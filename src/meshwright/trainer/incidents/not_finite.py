@@ -2,16 +2,20 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from meshwright.config.argument_checks import check_count
 from meshwright.config.base import shorten
 from meshwright.config.schema import OnNonfinite
 from meshwright.errors import NotFinite, Setting, UserError
 from meshwright.step.train_step import HALTED
+from meshwright.text.units import counted
 
 MAX_IN_FLIGHT = 2
 """Steps dispatched to the devices before the loop waits for the first of them."""
@@ -75,13 +79,17 @@ def bad_step_error(
     limit: str = "",
     fix: str = "",
     indices: str = "",
+    numbers: str = "",
 ) -> NotFinite:
     """Return the error that ends a run.
 
     ``began`` are the step and the norm with which it began, if that was an earlier one, and
-    ``limit`` is why the run does not continue without it.
+    ``limit`` is why the run does not continue without it. ``indices`` and ``numbers`` are what is
+    wrong with those of the batch.
     """
-    if indices:
+    if numbers:
+        why, fix = numbers, fix or "correct the data"
+    elif indices:
         why, fix = indices, "correct the data, or give the model that many classes or rows"
     elif not math.isfinite(values.loss) and values.step == 1:
         why = "it is not finite on the first batch: the model or the data has a value that is not"
@@ -97,6 +105,23 @@ def bad_step_error(
     return NotFinite(
         str(values), why="; ".join(filter(None, (why, batch, limit))), fix=fix or smaller_steps()
     )
+
+
+def wrong_numbers(names: Sequence[str], leaves: Sequence[Any]) -> str:
+    """Say which arrays of a batch are not finite; empty if all are."""
+    found: list[str] = []
+    for name, leaf in zip(names, leaves, strict=True):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            values = np.asarray(leaf).astype(np.complex64)
+            if counts := count_wrong(int(np.isnan(values).sum()), int(np.isinf(values).sum())):
+                found.append(f"the batch is not finite itself: `{name}` has {counts}")
+    return "; ".join(found)
+
+
+def count_wrong(nans: int, infs: int) -> str:
+    """Say how many numbers are not finite; empty if all are."""
+    parts = [f"{nans} NaN"] * bool(nans) + [counted(infs, "infinity", "infinities")] * bool(infs)
+    return " and ".join(parts)
 
 
 class FiniteCheck:

@@ -90,6 +90,7 @@ class Recovery:
         where = f"batch {number}{_shown(samples)}"
         # Later, an index below zero is one that the loss has always masked.
         indices = self.recorder.indices(batch, negative=step == 1)
+        numbers = self.recorder.numbers(batch)
         kept = f"record: {record}" if record else remark
         if action == "stop":
             self._log(incident, f"{where}; {kept}", record)
@@ -103,13 +104,14 @@ class Recovery:
                 limit="" if self.trainer.on_nonfinite == "stop" and good else limit,
                 fix=_next_steps(self._record, self.trainer.on_nonfinite),
                 indices=indices,
+                numbers=numbers,
             ) from None
         if action == "skip":
             done = self._skip(step, progress)
             state = replace(state, halted=cleared(state.halted))
         else:
             state, done = self._go_back(number, progress)
-        told = "; ".join(filter(None, (where, indices, done, kept)))
+        told = "; ".join(filter(None, (where, indices, numbers, done, kept)))
         self._log(incident, told, record)
         return state
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from meshwright.program.evaluate.nonfinite_origin import Origin
 from meshwright.text.json_text import finite
-from meshwright.text.units import counted
-from meshwright.trainer.incidents.not_finite import parameters_fail
+from meshwright.trainer.incidents.not_finite import count_wrong, parameters_fail
 from meshwright.trainer.incidents.responsible import Responsible
 
 SHOWN = 16
@@ -61,7 +60,7 @@ class Replay:
                 f"step {self.step}, batch {self.batch}, on {self.where}",
                 *(
                     f"the batch is not finite itself: `{each.name}` has "
-                    f"{_counts(each.nans, each.infs)} in {_samples(each.samples, self)}"
+                    f"{count_wrong(each.nans, each.infs)} in {_samples(each.samples, self)}"
                     for each in self.bad_arrays
                 ),
                 *(f"out of range: {each}" for each in self.indices),
@@ -152,11 +151,6 @@ def _samples(samples: tuple[int, ...], replay: Replay) -> str:
     more = f", … ({len(samples)} in all)" if len(samples) > SHOWN else ""
     noun = ("sample" if replay.numbered else "row") + "s" * (len(samples) > 1)
     return f"{noun} {', '.join(map(str, samples[:SHOWN]))}{more}"
-
-
-def _counts(nans: int, infs: int) -> str:
-    parts = [f"{nans} NaN"] * bool(nans) + [counted(infs, "infinity", "infinities")] * bool(infs)
-    return " and ".join(parts)
 
 
 def _origin_json(origin: Origin) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from meshwright.data.batches import form_of, read_batch
 from meshwright.data.elements import Expected
 from meshwright.data.initial_fields import task_of, with_initial_fields
 from meshwright.data.prompts import as_prompts
-from meshwright.data.protocols import Data
+from meshwright.data.protocols import Data, OutOfData
 from meshwright.data.rollout_data import as_rollouts
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
@@ -82,7 +82,18 @@ def batches_by_step(
     if known is None and last is not None:
         known = last.assembled.plan.batch.global_batch_size
     size = form_of(first_batch(given, known)).num_samples
-    return lambda step: given.batch(step, size)
+
+    def batch(step: int) -> Any:
+        try:
+            return given.batch(step, size)
+        except OutOfData as error:
+            raise UserError(
+                f"the data has no batch {step}, counting from 0",
+                why=str(error),
+                fix=f"pass more batches, or steps={step}, or a function from a step to its batch",
+            ) from None
+
+    return batch
 
 
 def planned_batch_size(trainer: TrainerSettings) -> int | None:

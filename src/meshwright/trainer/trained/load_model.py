@@ -200,7 +200,8 @@ def _refuse_foreign_code(kind: str, run: Path) -> None:
     raise UserError(
         f"the run {run} names the model {kind}, which your program has not imported",
         why="code that a checkpoint names is never imported automatically",
-        fix=f"pass the model: mw.load_model(run, model={name}), or write `import {module}` first",
+        fix=f"pass the model: mw.load_model(run, model={name}), or write `import {module}` first; "
+        f"to meshwright generate or eval, --model {kind}",
     )
 
 
