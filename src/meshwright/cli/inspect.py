@@ -22,7 +22,6 @@ from meshwright.pipeline.pipeline_report import PipelineReport
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline_drawing import Timeline, TimelineDrawing, timeline_svg
 from meshwright.plan import Plan, unused_settings
-from meshwright.program.kernels.regions import describe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled
 from meshwright.text.columns import Columns, Indented
@@ -149,8 +148,7 @@ def _rows_of(assembled: Assembled) -> Rows | None:
 
 def _kernels(assembled: Assembled) -> Iterator[RenderableType]:
     """Yield which parts of the model kernels evaluate."""
-    lines = describe(assembled.decision.kernels.uses)
-    if lines:
+    if lines := assembled.kernels:
         yield Text("kernels")
         yield from (Indented(line, 4, first=2) for line in lines)
     else:

@@ -32,7 +32,6 @@ from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.program.flops import count_flops
-from meshwright.program.kernels.regions import describe
 from meshwright.program.trace.build_model import ModelSource, abstract_model, initial_values
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
@@ -258,7 +257,7 @@ class _Proof:
             own_precision=own_precision,
             as_written=as_written,
             not_compared=[*lost, *unwritten],
-            kernels=describe(self.assembled.decision.kernels.uses),
+            kernels=self.assembled.kernels,
             warnings=list(self.assembled.remarks),
             versions={n: v for n, v in package_versions().items() if n in _PACKAGES},
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

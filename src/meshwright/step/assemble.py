@@ -20,6 +20,7 @@ from meshwright.pipeline.pipeline_report import PipelineReport, pipeline_report
 from meshwright.pipeline.place import pipelined_loss
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
+from meshwright.program.kernels.regions import describe
 from meshwright.program.trace.build_model import (
     ModelSource,
     abstract_model,
@@ -82,6 +83,11 @@ class Assembled:
     batch_tree: Any
     _build: ModelSource
     _make_step: Callable[..., TrainStep]
+
+    @property
+    def kernels(self) -> list[str]:
+        """Which parts of the program kernels evaluate, and why others run as written."""
+        return describe(self.decision.kernels.uses)
 
     def init(
         self, seed: int, *, given: Mapping[int, Any] | None = None, quickly: bool = False

@@ -226,8 +226,11 @@ def _times(
         sent = None if traffic is None else traffic.sent_bytes
         yield Figure(f"sent over {axis}", own.sent_bytes, "bytes", "compiled", sent)
         if axis in alone:
-            seconds = traffic.seconds if traffic is not None and rehearsal.for_gpus else None
-            yield Figure(f"sending over {axis}", alone[axis], "seconds", "modelled", seconds)
+            seconds, expected = alone[axis], None if traffic is None else traffic.seconds
+            if not rehearsal.for_gpus and expected is not None:
+                # A program for CPUs sends arrays one by one, each of which takes a latency.
+                seconds, expected = expected, None
+            yield Figure(f"sending over {axis}", seconds, "seconds", "modelled", expected)
     exposed = sum(
         seconds * (1 - (ledger.axes[axis].overlapped or 0.0)) for axis, seconds in alone.items()
     )
