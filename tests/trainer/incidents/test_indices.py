@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -24,6 +25,25 @@ class Lookup(nnx.Module):
 class Indexed(Lookup):
     def __call__(self, ids):
         return self.head(self.table.embedding[...][ids])
+
+
+class Long(Lookup):
+    """With a table of positions that has fewer rows than there are."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.places = nnx.Embed(3, 16, rngs=rngs)
+
+    def positions(self):
+        return jnp.arange(4)
+
+    def __call__(self, ids):
+        return super().__call__(ids) + self.places(self.positions())
+
+
+class Short(Long):
+    def positions(self):
+        return jnp.arange(9)[2:0:-1].repeat(2)
 
 
 def lookup_loss(model, batch):
@@ -82,6 +102,14 @@ def test_what_gives_another_row_or_none_is_warned_about():
         trainer(loss=one_hot_loss).fit([batch(y=99)], steps=1)
     with pytest.warns(UserWarning, match=r"`x` has the index 32"):
         trainer(Indexed).fit([batch(x=32)], steps=1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_positions_that_a_table_has_no_row_for_are_named():
+    said = "`places` looks up positions 0 to 3 among 3"
+    with pytest.warns(UserWarning, match=said), pytest.raises(NotFinite, match=said):
+        trainer(Long).fit([batch()], steps=1)
+    trainer(Short).fit([batch()], steps=1)
 
 
 @pytest.mark.filterwarnings("error")

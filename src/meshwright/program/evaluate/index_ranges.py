@@ -52,9 +52,11 @@ def wrong_indices(
     """Say which indices of a batch, with which a program looks something up, are out of range.
 
     The last inputs of the program are the arrays of the batch. With ``negative``, also name those
-    below zero, which often mark what a loss masks.
+    below zero, which often mark what a loss masks. Positions that a table has no row for are named,
+    too.
     """
     lookups: dict[tuple[int, int, str], None] = {}
+    positions: dict[str, None] = {}
     inputs: list[_Known | None] = [None] * (len(closed.jaxpr.invars) - len(batch))
 
     def follow(eqn: Equation, operands: list[_Known | None]) -> list[_Known | None]:
@@ -65,13 +67,17 @@ def wrong_indices(
             fits = len(inner.invars) == len(operands)
             return propagate(inner, operands, None, follow) if fits else unknown
         for source, size in _lookups(eqn, operands):
+            module = equation_module(eqn)
             if source is not None and source.leaf is not None:
-                lookups[source.leaf, size, equation_module(eqn) or ""] = None
+                lookups[source.leaf, size, module] = None
+            elif source is not None and source.count > size and eqn.primitive.name == "gather":
+                where, last = _named(module), source.count - 1
+                positions[f"{where} looks up positions 0 to {last} among {size}"] = None
         return [_result(eqn, operands)] if len(unknown) == 1 else unknown
 
     known = (_Known(number) for number in range(len(batch)))
     propagate(closed.jaxpr, [*inputs, *known], None, follow)
-    found: list[str] = []
+    found = [*positions]
     for leaf, size, module in lookups:
         values = np.asarray(batch[leaf])
         if values.dtype.kind not in "iu" or not values.size:
@@ -81,10 +87,13 @@ def wrong_indices(
             if not -size <= index < size:
                 found.append(
                     f"`{names[leaf]}` has the index {index} (row {row} of the batch), and "
-                    f"{f'`{module}`' if module else 'the loss'} looks it up among {size}: 0 to "
-                    f"{size - 1}"
+                    f"{_named(module)} looks it up among {size}: 0 to {size - 1}"
                 )
     return found
+
+
+def _named(module: str) -> str:
+    return f"`{module}`" if module else "the loss"
 
 
 def _lookups(eqn: Equation, operands: list[_Known | None]) -> list[tuple[_Known | None, int]]:
@@ -108,7 +117,8 @@ def _result(eqn: Equation, operands: list[_Known | None]) -> _Known | None:
     if name == "iota":
         return _Known(count=aval_of(eqn.outvars[0]).shape[eqn.params["dimension"]])
     if name in _COPIES:
-        return operands[0]
+        counts = operands[0] is not None and operands[0].count > 0
+        return None if counts and name in ("slice", "dynamic_slice") else operands[0]
     if name == "add" and operands[0] is not None and isinstance(eqn.invars[1], Literal):
         return _Known(operands[0].leaf, shifted=True)
     if name == "select_n" and len(operands) == 3:
