@@ -276,11 +276,15 @@ class Foreseeing(Mean):
         )
 
 
-def test_models_that_cannot_learn_from_rewards_are_named(tmp_path):
+def test_a_model_that_completions_do_not_fit_is_named():
     made = replace(trainer(), model=Placed)
     with pytest.raises(mw.UserError, match="completions of 3 tokens do not fit the model") as error:
         made.fit(PROMPTS, steps=1, batch_size=8, progress=False)
     assert "it takes 6 tokens: the table of positions that gather in places" in error.value.why
+
+
+@pytest.mark.full
+def test_a_model_that_sees_later_tokens_is_warned_about():
     made = replace(trainer(rewards=len_, beta=0.0, num_iterations=1), model=Foreseeing)
     with pytest.warns(UserWarning, match="does it see later tokens"):
         made.fit(PROMPTS, steps=1, batch_size=8, progress=False)
