@@ -251,7 +251,7 @@ def test_a_loss_that_is_not_finite_is_told_with_its_step(assembled):
 
     with pytest.raises(UserError, match="the loss is nan at step 2") as caught:
         trainer(log_every=1).fit(poisoned(), steps=2, assembled=assembled)
-    assert caught.value.why.startswith("training diverged, or the batch has")
+    assert caught.value.why.startswith("the batch is not finite itself: `x` has 256 NaN")
 
 
 @pytest.mark.parametrize(
