@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.config.builders import import_named
 from meshwright.errors import UserError
 from meshwright.runtime.activity import activity
 from meshwright.text.json_text import parse_json
@@ -27,6 +26,8 @@ def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
 
     _check_folder(Path(path))
     if "--model" in arguments.flags:
+        from meshwright.config.builders import import_named
+
         # A run may name code of the user's, which is only imported if the user names it too.
         name = arguments.flags["--model"]
         import_named(f"--model {name}", name)

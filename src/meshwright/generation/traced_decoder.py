@@ -30,7 +30,12 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     structs_of,
 )
-from meshwright.program.kernels.fused_attention import check_kernel, make_attend, run_attention
+from meshwright.program.kernels.fused_attention import (
+    check_cudnn,
+    make_attend,
+    pays_in_parts,
+    run_attention,
+)
 from meshwright.program.kernels.match_attention import makes_weights, match_attention
 from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.surroundings import Scope
@@ -60,8 +65,10 @@ def find_attention(closed: ClosedJaxpr, kernel: str) -> list[PromptAttention]:
             if match is None or (match.operands.leaves and not match.operands.function):
                 continue
             own = match.operands
-            if kernel == "cudnn":
-                check_kernel(own, "gpu")
+            if kernel == "cudnn" and own.function is None:
+                check_cudnn(own, "gpu")
+            elif kernel == "cudnn" and not pays_in_parts(own):
+                continue
             attend = make_attend(own, "xla" if own.function else kernel)
             run = partial(run_attention, own, attend)
             found.append(PromptAttention(own.inputs, match.output, run))

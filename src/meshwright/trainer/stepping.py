@@ -57,8 +57,8 @@ class Stepping:
             self.state = replace(self.state, halted=cleared(self.state.halted))
             if self.trainer.on_nonfinite != "skip":
                 bad = StepValues(self.done + 1, values["loss"], values["grad_norm"])
-                traced, leaves = assembled.traced, jax.tree.leaves(batch)
-                numbers = wrong_numbers([leaf.path for leaf in traced.batch], leaves)
+                traced = assembled.traced
+                numbers = wrong_numbers(traced.batch, jax.tree.leaves(batch))
                 indices = "; ".join(traced.wrong_indices(batch))
                 raise bad_step_error(bad, indices=indices, numbers=numbers)
             values["skipped"] = 1.0

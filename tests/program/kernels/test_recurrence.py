@@ -105,6 +105,7 @@ def test_numbers_and_gradients_are_those_of_the_loop_as_written(batch):
     assert not written.uses
 
 
+@pytest.mark.full
 def test_half_precision_is_as_exact_as_written_out(batch):
     names = ("lstm", "shared", "both_at_once")
     exact = differentiate(build(names), squares, batch, "none")

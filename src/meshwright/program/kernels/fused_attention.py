@@ -254,8 +254,7 @@ def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = F
         raise NotReplaced(
             f"it needs heads of at most 256 channels, a multiple of 8, not {channels}"
         )
-    length = query.shape[operands.query_dims[operands.num_batch]]
-    keys = aval_of(operands.key).shape[operands.key_dims[-2]]
+    length, keys = _lengths(operands)
     form = operands.allowed, operands.scale, bool(operands.leaves)
     if not planned and (refusal := _refusal(length, keys, channels, query.dtype, *form)):
         raise NotReplaced(f"cuDNN has no kernel for it: {refusal}")
@@ -278,8 +277,7 @@ def check_kernel(operands: AttentionOperands, platform: str, *, planned: bool = 
         check_cudnn(operands, platform, planned=planned)
         return "cudnn"
     query, value = aval_of(operands.query), aval_of(operands.value)
-    channels, length = (query.shape[operands.query_dims[n]] for n in (-1, operands.num_batch))
-    keys = aval_of(operands.key).shape[operands.key_dims[-2]]
+    channels, (length, keys) = query.shape[operands.query_dims[-1]], _lengths(operands)
     same = channels in CHANNELS and channels == value.shape[operands.value_dims[-1]]
     even = length % BLOCK == keys % BLOCK == 0
     if min(length, keys) < PAYS_FROM:
@@ -287,11 +285,23 @@ def check_kernel(operands: AttentionOperands, platform: str, *, planned: bool = 
     elif query.dtype == jnp.bfloat16 and same and even and not operands.function.learned:
         _by_blocks()
         return "pallas"
-    elif operands.allowed.part(length, keys) <= HIDES_MOST:
+    elif pays_in_parts(operands):
         return "xla"
     else:
         needs = "bf16, 64 or 128 channels, a multiple of 128 positions, and no learned values"
     raise NotReplaced(f"{operands.function.why}, for which a kernel needs {needs}")
+
+
+def pays_in_parts(operands: AttentionOperands) -> bool:
+    """Whether rows are long enough, and enough of their keys hidden, to attend in parts."""
+    length, keys = _lengths(operands)
+    return min(length, keys) >= PAYS_FROM and operands.allowed.part(length, keys) <= HIDES_MOST
+
+
+def _lengths(operands: AttentionOperands) -> tuple[int, int]:
+    """Return the numbers of queries and keys of a row."""
+    query, key = aval_of(operands.query).shape, aval_of(operands.key).shape
+    return query[operands.query_dims[operands.num_batch]], key[operands.key_dims[-2]]
 
 
 def _by_blocks() -> Callable[..., Attend]:

@@ -97,11 +97,9 @@ class _Joined:
 
     def zeros(self, length: int) -> Value:
         """Return zeros for the results of all positions."""
-        shape, dtype = (
-            aval_of(self.products[0].result).shape[:-1],
-            aval_of(self.products[0].result).dtype,
-        )
-        zeros = jnp.zeros((length, *shape, sum(p.width for p in self.products)), dtype)
+        result = aval_of(self.products[0].result)
+        width = sum(product.width for product in self.products)
+        zeros = jnp.zeros((length, *result.shape[:-1], width), result.dtype)
         return self.outside.evaluator.numerics.convert(zeros)
 
     def __call__(self, rows: Value, weight: Value, bias: Value | None) -> Value:

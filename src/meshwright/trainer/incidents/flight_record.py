@@ -81,14 +81,11 @@ class FlightRecorder:
         copied = jax.jit(lambda leaves: leaves, out_shardings=whole)(list(batch))
         return [np.asarray(leaf.addressable_data(0)) for leaf in copied]
 
-    def numbers(self, batch: Sequence[Any]) -> str:
-        """Say which arrays of a batch are not finite; empty if all are."""
-        return wrong_numbers([leaf.path for leaf in self.assembled.traced.batch], self.fetch(batch))
-
-    def indices(self, batch: Sequence[Any], *, negative: bool) -> str:
-        """Say which indices of a batch are out of range; empty if none is."""
-        found = self.assembled.traced.wrong_indices(self.fetch(batch), negative=negative)
-        return "; ".join(found[:SHOWN_INDICES])
+    def wrong_values(self, batch: Sequence[Any], *, negative: bool) -> tuple[str, str]:
+        """Say which arrays of a batch are not finite, and which indices are out of range."""
+        leaves, traced = self.fetch(batch), self.assembled.traced
+        indices = traced.wrong_indices(leaves, negative=negative)
+        return wrong_numbers(traced.batch, leaves), "; ".join(indices[:SHOWN_INDICES])
 
     def _try_files(self, folder: Path, incident: Incident, leaves: Sequence[NDArray[Any]]) -> str:
         """Write everything but the state, in the main process; return what went wrong."""

@@ -9,11 +9,13 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import check_count
 from meshwright.config.base import shorten
 from meshwright.config.schema import OnNonfinite
 from meshwright.errors import NotFinite, Setting, UserError
+from meshwright.program.trace.traced_loss import BatchLeaf
 from meshwright.step.train_step import HALTED
 from meshwright.text.units import counted
 
@@ -107,18 +109,23 @@ def bad_step_error(
     )
 
 
-def wrong_numbers(names: Sequence[str], leaves: Sequence[Any]) -> str:
+def wrong_numbers(described: Sequence[BatchLeaf], batch: Sequence[Any]) -> str:
     """Say which arrays of a batch are not finite; empty if all are."""
     found: list[str] = []
-    for name, leaf in zip(names, leaves, strict=True):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            values = np.asarray(leaf).astype(np.complex64)
-            if counts := count_wrong(int(np.isnan(values).sum()), int(np.isinf(values).sum())):
-                found.append(f"the batch is not finite itself: `{name}` has {counts}")
+    for leaf, array in zip(described, batch, strict=True):
+        floats = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if floats and (counts := tell_wrong(*count_wrong(np.asarray(array)))):
+            found.append(f"the batch is not finite itself: `{leaf.path}` has {counts}")
     return "; ".join(found)
 
 
-def count_wrong(nans: int, infs: int) -> str:
+def count_wrong(array: NDArray[Any]) -> tuple[int, int]:
+    """Return how many numbers are NaN, and how many are infinite, in float32."""
+    values = array.astype(np.float32)
+    return int(np.isnan(values).sum()), int(np.isinf(values).sum())
+
+
+def tell_wrong(nans: int, infs: int) -> str:
     """Say how many numbers are not finite; empty if all are."""
     parts = [f"{nans} NaN"] * bool(nans) + [counted(infs, "infinity", "infinities")] * bool(infs)
     return " and ".join(parts)

@@ -89,8 +89,7 @@ class Recovery:
         self._record = record or self._record
         where = f"batch {number}{_shown(samples)}"
         # Later, an index below zero is one that the loss has always masked.
-        indices = self.recorder.indices(batch, negative=step == 1)
-        numbers = self.recorder.numbers(batch)
+        numbers, indices = self.recorder.wrong_values(batch, negative=step == 1)
         kept = f"record: {record}" if record else remark
         if action == "stop":
             self._log(incident, f"{where}; {kept}", record)

@@ -24,6 +24,7 @@ from meshwright.recipe import make_recipe
 from meshwright.step.state import LossScale
 from meshwright.tasks.grpo import GRPO
 from meshwright.trainer.incidents.flight_record import FlightRecord, read_record
+from meshwright.trainer.incidents.not_finite import count_wrong
 from meshwright.trainer.incidents.replay_text import BadArray, Replay
 from meshwright.trainer.incidents.responsible import find_responsible, first_origin
 from meshwright.trainer.trained.load_model import read_leaves
@@ -143,10 +144,8 @@ def _bad_arrays(read: FlightRecord) -> list[BadArray]:
     for name, leaf in zip(read.names, read.leaves, strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
-        values = leaf.astype(np.float32)
-        bad = ~np.isfinite(values).reshape(len(values), -1).all(1)
+        bad = ~np.isfinite(leaf.astype(np.float32)).reshape(len(leaf), -1).all(1)
         if bad.any():
             samples = tuple(read.sample(int(row)) for row in np.flatnonzero(bad))
-            nans, infs = int(np.isnan(values).sum()), int(np.isinf(values).sum())
-            found.append(BadArray(name, nans, infs, samples))
+            found.append(BadArray(name, *count_wrong(leaf), samples))
     return found

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.program.evaluate.nonfinite_origin import Origin
 from meshwright.text.json_text import finite
-from meshwright.trainer.incidents.not_finite import count_wrong, parameters_fail
+from meshwright.trainer.incidents.not_finite import parameters_fail, tell_wrong
 from meshwright.trainer.incidents.responsible import Responsible
 
 SHOWN = 16
@@ -60,7 +60,7 @@ class Replay:
                 f"step {self.step}, batch {self.batch}, on {self.where}",
                 *(
                     f"the batch is not finite itself: `{each.name}` has "
-                    f"{count_wrong(each.nans, each.infs)} in {_samples(each.samples, self)}"
+                    f"{tell_wrong(each.nans, each.infs)} in {_samples(each.samples, self)}"
                     for each in self.bad_arrays
                 ),
                 *(f"out of range: {each}" for each in self.indices),
