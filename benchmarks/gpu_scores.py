@@ -30,8 +30,9 @@ from record import read_record, write_record
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.kernels.attention_by_rows import rows_attention
 from meshwright.program.kernels.block_attention import Tile, block_attention
-from meshwright.program.kernels.fused_attention import CHANNELS, run_attention, xla_scores
+from meshwright.program.kernels.fused_attention import CHANNELS, run_attention
 from meshwright.program.kernels.match_attention import makes_weights, match_attention
 from meshwright.program.kernels.surroundings import Scope
 from meshwright.program.trace.normalize import normalize
@@ -139,7 +140,7 @@ def compare(
     given = arrays(shape, jnp.bfloat16)
     own, by = matched(kind, given[:4])
     interpret = jax.default_backend() != "gpu"
-    rows = xla_scores(own.function, own.allowed)
+    rows = rows_attention(own.function, own.allowed)
     forms = {"written": None, "rows": rows, "rows by cuBLAS": rows}
     if tiles or shape[-1] in CHANNELS:
         forms["kernel"] = block_attention(own.function, own.allowed, tiles, interpret=interpret)

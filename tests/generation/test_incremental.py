@@ -27,7 +27,7 @@ from meshwright.generation.make_decoder import make_decoder
 from meshwright.generation.row_placement import RowPlacement
 from meshwright.generation.token_decoder import split_model, with_source
 from meshwright.program.evaluate.widen import wide_evaluator
-from meshwright.program.kernels import fused_attention
+from meshwright.program.kernels import attention_by_rows, fused_attention
 from meshwright.recipe import make_model_source
 
 LENGTH, PROMPT = 24, 12
@@ -111,7 +111,7 @@ def test_cached_logits_equal_those_of_whole_rows(name):
 
 @pytest.mark.parametrize("name", ["learned_bias", pytest.param("softcap", marks=pytest.mark.full)])
 def test_prompts_are_read_without_their_scores(name, monkeypatch):
-    monkeypatch.setattr(fused_attention, "ROWS", 5)
+    monkeypatch.setattr(attention_by_rows, "ROWS", 5)
     lengths = list[int]()
 
     def run(operands, attend, query, *others):

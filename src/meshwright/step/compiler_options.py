@@ -7,8 +7,9 @@ to the next one. A single device has no communication to hide, and the order tha
 costs memory.
 
 Triton joins a product with what is computed around it, unlike cuBLAS. That pays for the small
-batched products of attention, recurrences and experts that no kernel evaluates, and only costs time
-where all products are large. benchmarks/NOTES.md has the figures.
+batched products of attention, recurrences and experts that no kernel evaluates, or one that leaves
+them to the compiler, and only costs time where all products are large. benchmarks/NOTES.md has the
+figures.
 
 To hide communication, the scheduler puts off products for the gradients of weights, and what they
 read stays in memory. That of convolutions is large, so a fence keeps the scheduler from it.
@@ -26,6 +27,7 @@ from meshwright.program.blocks.block_lists import find_block_lists
 from meshwright.program.jaxpr.equations import Equation, Jaxpr
 from meshwright.program.jaxpr.walks import all_equations, called_programs
 from meshwright.program.kernels.find_kernels import Kernels
+from meshwright.program.kernels.fused_attention import AttentionKernel
 from meshwright.program.trace.traced_loss import TracedLoss
 
 SMALLEST_BYTES = 4 * 2**20
@@ -93,17 +95,19 @@ def _largest_block(traced: TracedLoss) -> int:
     return max(sizes, default=0)
 
 
-_BY_CUBLAS: dict[str, Any] = {
-    "xla_gpu_enable_triton_gemm": False,
-    # Products of the same rows, joined, leave their biases and slices to other kernels. Small ones
-    # take as long as their launch.
-    "xla_gpu_dot_merger_threshold_mb": 1,
-}
+_APART: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 1}
+"""Products of the same rows, joined, leave their biases and slices to other kernels. Small ones
+take as long as their launch."""
+_BY_CUBLAS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, **_APART}
 
 
 def product_options(jaxpr: Jaxpr, kernels: Kernels) -> dict[str, Any]:
     """Return the options for a program, some of whose equations are evaluated by kernels."""
-    return {} if any(_batched_products(jaxpr, kernels)) else _BY_CUBLAS
+    if any(_batched_products(jaxpr, kernels)):
+        return {}
+    found = (region.kernel for region in kernels.regions.values())
+    by_rows = any(isinstance(one, AttentionKernel) and one.by_rows for one in found)
+    return _APART if by_rows else _BY_CUBLAS
 
 
 def _batched_products(jaxpr: Jaxpr, kernels: Kernels) -> Iterator[Equation]:

@@ -217,7 +217,7 @@ def padded(q, k, v, batch):
 def padded_sums(q, k, v, batch):
     """The same, hidden by sums: those of later keys are as low as those of hidden ones."""
     hidden = (1.0 - batch["hidden"][:, None, None, :]) * -1e9
-    hide = lambda s: soft_cap(s) + jnp.where(causal(), 0.0, -1e9) + hidden  # noqa: E731
+    hide = lambda s: soft_cap(s) + jnp.where(distance(s) >= 0, 0.0, -1e9) + hidden  # noqa: E731
     return by_hand(hide)(q, k, v, batch)
 
 

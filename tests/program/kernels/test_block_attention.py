@@ -14,13 +14,13 @@ from program.programs import assert_close, quick
 import meshwright as mw
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.evaluator import Evaluator
-from meshwright.program.kernels import fused_attention
+from meshwright.program.kernels import attention_by_rows, fused_attention
+from meshwright.program.kernels.attention_by_rows import rows_attention
 from meshwright.program.kernels.block_attention import Tile, block_attention
 from meshwright.program.kernels.fused_attention import (
     check_kernel,
     make_attend,
     run_attention,
-    xla_scores,
 )
 from meshwright.program.kernels.match_attention import makes_weights, match_attention
 from meshwright.program.kernels.regions import NotReplaced
@@ -77,9 +77,9 @@ def test_blocks_and_rows_give_the_operations_as_written(name, monkeypatch):
     assert not given[-1]["hidden"][:, 0].all(), "no position attends to hidden keys alone"
     own, run = matched(name, given)
     expected = quick(lambda *given: differentiated(SCORES[name][0], *given))(*given)
-    monkeypatch.setattr(fused_attention, "ROWS", 5)
+    monkeypatch.setattr(attention_by_rows, "ROWS", 5)
     by_blocks = block_attention(own.function, own.allowed, TILES, interpret=True)
-    for attend in (by_blocks, xla_scores(own.function, own.allowed)):
+    for attend in (by_blocks, rows_attention(own.function, own.allowed)):
         found = quick(lambda *given, to=attend: differentiated(lambda *a: run(to, *a), *given))
         assert_close(found(*given), expected, 1e-5)
 
@@ -203,7 +203,7 @@ class ByDistance(Layer):
 
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,tensor=2"])
 def test_biases_may_be_learned(mesh, monkeypatch):
-    monkeypatch.setattr(fused_attention, "ROWS", 5)
+    monkeypatch.setattr(attention_by_rows, "ROWS", 5)
     x = np.random.default_rng(0).normal(size=(SAMPLES, LENGTH, WIDTH)).astype(np.float32)
     build = lambda: ByDistance(nnx.Rngs(0))  # noqa: E731
     loss = lambda model, batch: jnp.mean(jnp.sin(model(batch["x"], batch)))  # noqa: E731

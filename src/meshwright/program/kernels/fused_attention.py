@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.nn import dot_product_attention
 from jax.sharding import PartitionSpec
 
@@ -18,10 +17,10 @@ from meshwright.program.evaluate.evaluator import Environment, Evaluator, constr
 from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
+from meshwright.program.kernels.attention_by_rows import rows_attention
 from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.context_attention import AttentionLayouts
 from meshwright.program.kernels.joined_attention import (
-    ATTENDED,
     NEVER,
     Attend,
     AttentionPart,
@@ -50,6 +49,11 @@ class AttentionKernel:
     layouts: tuple[PartitionSpec | None, ...]
     exchange: AttentionLayouts | None = None
     planned: bool = False
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the compiler multiplies the queries of a part of a row with keys."""
+        return self.name == "xla" and self.operands.function is not None
 
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
         """Return the result of the second product."""
@@ -95,7 +99,7 @@ def make_attend(operands: AttentionOperands, form: str) -> Attend:
     """Return attention in one of its forms."""
     function, allowed = operands.function, operands.allowed
     if function is not None and form != "planned":
-        return xla_scores(function, allowed) if form == "xla" else _by_blocks()(function, allowed)
+        return (rows_attention if form == "xla" else _by_blocks())(function, allowed)
     forms = {"cudnn": cudnn_attention, "planned": planned_attention, "xla": xla_attention}
     return forms[form](allowed, operands.scale)
 
@@ -443,40 +447,3 @@ def cudnn_part(allowed: Allowed, scale: float) -> AttentionPart:
 def xla_attention(allowed: Allowed, scale: float) -> Attend:
     """Return attention that saves queries, keys, values and its result, and no scores."""
     return differentiable(xla_part(allowed, scale))
-
-
-ROWS, PARTS = 512, 8
-"""How many queries attend at once, at least, to the keys that one of them may see; and how many
-parts of a row there are at most, each of which is compiled."""
-
-
-def xla_scores(function: ScoreFunction, allowed: Allowed) -> Attend:
-    """Return attention with a function of its scores, which its gradient computes again."""
-
-    @jax.checkpoint
-    def of_rows(query: Any, key: Any, value: Any, leaves: Any, at: Any) -> Any:
-        wide = jnp.promote_types(query.dtype, jnp.float32)
-        products = jnp.einsum("bthc,bshc->bhts", query, key).astype(wide)
-        weights = function(Block(products, leaves, at))
-        weights = jax.nn.softmax(weights) if function.normalized else weights
-        return jnp.einsum("bhts,bshc->bthc", weights.astype(value.dtype), value)
-
-    def attend(query: Any, key: Any, value: Any, leaves: Any) -> Any:
-        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-        length, keys = query.shape[1], key.shape[1]
-        parts, size = list[Any](), max(ROWS, -(-length // PARTS))
-        for first in range(0, length, size):
-            rows = slice(first, min(first + size, length))
-            before = 0 if allowed.window is None else max(first - allowed.window + 1, 0)
-            seen = slice(min(before, keys - 1), rows.stop if allowed.causal else keys)
-            own = [leaf[:, :, _part(leaf, 2, rows), _part(leaf, 3, seen)] for leaf in leaves]
-            at = jnp.arange(length)[rows, None], jnp.arange(keys)[None, seen]
-            parts.append(of_rows(query[:, rows], key[:, seen], value[:, seen], own, at))
-        return checkpoint_name(jnp.concatenate(parts, 1), ATTENDED)
-
-    return attend
-
-
-def _part(leaf: Any, dim: int, part: slice) -> slice:
-    """Return which entries belong to some rows or keys: all of a dim of size 1."""
-    return part if leaf.shape[dim] > 1 else slice(None)

@@ -42,11 +42,12 @@ class AttentionPart(NamedTuple):
         forward: from query, key, value and mask to the result and the logarithm [B, H, T] of the
             sum of exponentials that it is divided by.
         gradients: from the same operands, the result and the logarithm for all keys, and the
-            gradient of that result, to the gradients of query, key and value.
+            gradient of that result, to the gradients of query, key and value, and, if what a
+            function of scores reads is learned, of that.
     """
 
     forward: Callable[..., tuple[Any, Any]]
-    gradients: Callable[..., tuple[Any, Any, Any]]
+    gradients: Callable[..., tuple[Any, ...]]
 
 
 def differentiable(part: AttentionPart) -> Attend:
@@ -61,8 +62,8 @@ def differentiable(part: AttentionPart) -> Attend:
         return out, (*operands, out, total)
 
     def backward(saved: Any, cotangent: Any) -> Any:
-        gradients = part.gradients(*saved, cotangent)
-        return (*(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=False)), None)
+        *gradients, of_mask = (*part.gradients(*saved, cotangent), None)[:4]
+        return (*(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=False)), of_mask)
 
     attend.defvjp(forward, backward)
     return attend
