@@ -18,6 +18,7 @@ NAMES = {
     "gpt2_medium": "GPT-2 355M",
     "gemma3_1b": "Gemma 3 1B",
     "llama3_1b": "Llama 3 1B",
+    "gemma2_2b": "Gemma 2 2B",
     "vit_b": "ViT-B/16",
     "resnet50": "ResNet-50",
 }
