@@ -296,6 +296,7 @@ def test_two_processes_generate_and_score_as_one_does(tmp_path):
 
 BAD = {
     "nothing": ((), "takes --prompt, --chat or --file"),
+    "a model": (("--prompt", "x", "--model", "a:B"), "--model is for runs of your own models"),
     # Refused before anything is typed.
     "no template": (("--chat",), "there is no chat template"),
     "an empty prompt": (("--prompt", ""), "what was given is empty"),

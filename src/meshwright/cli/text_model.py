@@ -26,8 +26,16 @@ def open_model(arguments: Arguments, path: str) -> tuple[Any, TextSettings]:
 
     _check_folder(Path(path))
     if "--model" in arguments.flags:
+        from meshwright.checkpoint import FOLDER
         from meshwright.config.builders import import_named
+        from meshwright.weights.hf_folder import is_hf_folder
 
+        if is_hf_folder(Path(path)) and not (Path(path) / FOLDER).exists():
+            raise UserError(
+                "--model is for runs of your own models",
+                why=f"{path} holds a model of Hugging Face, which its config.json names",
+                fix="leave --model out",
+            )
         # A run may name code of the user's, which is only imported if the user names it too.
         name = arguments.flags["--model"]
         import_named(f"--model {name}", name)
