@@ -149,7 +149,7 @@ def forward_on(
     whole = [placement.without("fsdp") for placement in decision.at_rest]
     uses = weight_uses(traced, decision.gathers, whole)
     evaluator = mesh_evaluator(view, uses, remat, decision, wide=wide)
-    return Forward(traced, evaluator, remat)
+    return Forward(traced, evaluator, remat, decision.kernels)
 
 
 def local_forward(
@@ -172,7 +172,7 @@ def local_forward(
         first=[draws.draw],
         lookups=False,
     )
-    return Forward(traced, evaluator, remat)
+    return Forward(traced, evaluator, remat, kernels)
 
 
 def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,13 @@ Rule = Callable[[Equation, "Environment"], "list[Value] | None"]
 A rule gets the equation and the environment, not only the values of its operands: it may read a
 weight before it is rounded, or replace a call by something better than its body.
 """
+
+
+class Rows(NamedTuple):
+    """A copy of a value for each device, in rows, and the mesh axes that shard them."""
+
+    value: Value
+    axes: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -105,6 +113,10 @@ class Environment:
             self.in_param_dtype(atom) if number in in_param_dtype else self.read(atom)
             for number, atom in enumerate(eqn.invars)
         ]
+
+    def rows(self, variable: Var) -> Rows | None:
+        """Return the copies of what is larger than the weights that it is computed from."""
+        return self.copies.get((Rows, variable))
 
     def with_operands(self, eqn: Equation, operands: Sequence[Value]) -> Environment:
         """Return the same environment with other operands for one equation."""

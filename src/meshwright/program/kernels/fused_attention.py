@@ -67,7 +67,18 @@ class AttentionKernel:
             attend = make_attend(self.operands, "planned" if planned else form)
             own = exchange is not None and CONTEXT in exchange.rows and not exchange.by_heads
             run = partial(run_attention, self.operands, attend, own_rows=own)
-            result = run_locally(run, inputs, self.layouts[:-1], self.layouts[-1], mesh)
+            layouts, copies = list(self.layouts[:-1]), set[int]()
+            for number, variable in enumerate(region.inputs):
+                if (rows := env.rows(variable)) is not None:
+                    dtype, before = aval_of(variable).dtype, layouts[number] or ()
+                    inputs[number] = env.evaluator.weights.cast(rows.value, dtype)
+                    layouts[number] = PartitionSpec(rows.axes, *before)
+                    copies.add(number)
+
+            def on_device(*arrays: Any) -> Any:
+                return run(*(x[0] if n in copies else x for n, x in enumerate(arrays)))
+
+            result = run_locally(on_device, inputs, layouts, self.layouts[-1], mesh)
         return [result if exchange is None else constrain(result, mesh.sharding(exchange.rows))]
 
     def _by_chunks(

@@ -62,8 +62,9 @@ def differentiable(part: AttentionPart) -> Attend:
         return out, (*operands, out, total)
 
     def backward(saved: Any, cotangent: Any) -> Any:
-        *gradients, of_mask = (*part.gradients(*saved, cotangent), None)[:4]
-        return (*(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=False)), of_mask)
+        found = part.gradients(*saved, cotangent)
+        own = (g.astype(x.dtype) for g, x in zip(found[:3], saved, strict=False))
+        return (*own, found[3] if len(found) > 3 else None)
 
     attend.defvjp(forward, backward)
     return attend

@@ -136,8 +136,8 @@ class ScoreReader:
             before, name = moved_dims(eqn, dims), eqn.primitive.name
             if before is None and name not in _COMPUTED:
                 raise NotReplaced(f"its scores are changed by {name}")
-            own = dims if before is None else tuple(before)
             for atom in variables(eqn.invars if before is None else eqn.invars[:1]):
+                own = _own_dims(atom, eqn, dims) if before is None else tuple(before)
                 if atom not in self._dependent:
                     self.sides.append((atom, own))
                 elif found.setdefault(atom, own) is own:
@@ -192,7 +192,8 @@ class ScoreReader:
         if name == "iota" and (along := dims[eqn.params["dimension"]]) in self._axes:
             return lambda block: _stored(block.positions[self._axes.index(along)], dtype, block)
         if name in _COMPUTED and set(self._axes) <= set(dims) and _is_plain(dtype):
-            return _applied(eqn, [self._value(operand, dims) for operand in eqn.invars])
+            own = ((operand, _own_dims(operand, eqn, dims)) for operand in eqn.invars)
+            return _applied(eqn, [self._value(*operand) for operand in own])
         return self._leaf(atom, dims)
 
     def _leaf(self, atom: Var, dims: Dims) -> _Compute:
@@ -221,7 +222,7 @@ class ScoreReader:
         elif name not in ("convert_element_type", "copy"):
             inner = HIDDEN if name == "logistic" and hidden == 0 else None
             self.why = self.why or f"its scores are changed by {name}"
-        operands = [self._value(atom, dims, inner) for atom in eqn.invars]
+        operands = [self._value(atom, _own_dims(atom, eqn, dims), inner) for atom in eqn.invars]
         compute = _applied(eqn, operands)
         left = compute if shown is None else operands[shown]
         return lambda block: (compute if block.edge else left)(block)
@@ -280,6 +281,15 @@ class ScoreReader:
     def _depends(self, atom: Atom) -> bool:
         """Whether an atom is computed from the product."""
         return not isinstance(atom, Literal) and atom in self._dependent
+
+
+def _own_dims(atom: Atom, eqn: Equation, dims: Dims) -> Dims:
+    """Return the dims of an operand of an equation, which repeats those of size 1."""
+    own, whole = aval_of(atom).shape, aval_of(eqn.outvars[0]).shape
+    if own == whole:
+        return dims
+    both = zip(dims, own, whole, strict=False)
+    return tuple(None if size != of_result else dim for dim, size, of_result in both)
 
 
 def _is_plain(dtype: Any) -> bool:

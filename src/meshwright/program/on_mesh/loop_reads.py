@@ -1,23 +1,30 @@
-"""Where loops read weights, by operations that every device can run on its own samples."""
+"""Where a device can read its own copy of weights, by operations on its own samples.
+
+These are weights that loops read, and what is computed from weights alone and larger than they are,
+such as a bias for each pair of positions.
+"""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.walk import ProgramDims
-from meshwright.program.jaxpr.equations import REMATS, Atom, Literal, Var
+from meshwright.program.evaluate.dependencies import variables
+from meshwright.program.jaxpr.equations import REMATS, Atom, Literal, Var, aval_of
 from meshwright.program.on_mesh.grouped_convolutions import is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS
 
+_LARGER = 2
+"""How many times as large as weights what is computed from them is, at least."""
 _READS = frozenset({*ELEMENTWISE, *PRODUCTS, "broadcast_in_dim", "gather"})
 """Operations that compute a sample's results from this sample and weights alone."""
 
 
 @dataclass(frozen=True)
 class LoopRead:
-    """An operation in a loop that reads weights and treats every sample on its own.
+    """An operation that reads weights and treats every sample on its own.
 
     For each operand and its result, the dim that samples are in; None for an operand that has none.
     """
@@ -28,18 +35,21 @@ class LoopRead:
 
 @dataclass(frozen=True)
 class LoopReads:
-    """All operations in loops that read weights.
+    """All operations that read weights in loops, or what is larger than the weights it is made of.
 
     Attributes:
         batch_axes: the mesh axes that samples are sharded over, and their sizes.
         by_result: the operations, by first result.
-        weights: the variables in loops that hold trained weights, or what is computed from these
+        weights: the variables there that hold trained weights, or what is computed from these
             alone.
+        enlarged: those of them that are outside of loops and larger than the weights they are
+            computed from, with these.
     """
 
     batch_axes: Mapping[str, int]
     by_result: Mapping[Var, LoopRead]
     weights: frozenset[Var]
+    enlarged: Mapping[Var, Sequence[Var]] = field(default_factory=dict[Var, Sequence[Var]])
 
     @property
     def parts(self) -> int:
@@ -51,19 +61,42 @@ NO_LOOP_READS = LoopReads({}, {}, frozenset())
 
 
 def find_loop_reads(classes: DimClasses, batch_axes: Mapping[str, int]) -> LoopReads:
-    """Return the operations in loops that read trained weights.
+    """Return the operations that read weights in loops, or what is larger than its weights.
 
     ``batch_axes`` are the mesh axes that samples are sharded over, and their sizes.
     """
+    if not batch_axes:
+        return NO_LOOP_READS
     found, weights = dict[Var, LoopRead](), set[Var]()
-    for program in _in_loops(classes.root, inside=False) if batch_axes else ():
-        weights |= {v for v in program.values if _is_weight(classes, program, v)}
+    enlarged, of_these = _enlarged(classes)
+    for program in (classes.root, *_in_loops(classes.root, inside=False)):
+        own = {v for v in program.values if _is_weight(classes, program, v)}
+        weights |= of_these if program is classes.root else own
         for number, eqn in enumerate(program.jaxpr.eqns):
+            if program is classes.root and of_these.isdisjoint(variables(eqn.invars)):
+                continue
             if eqn.primitive.name in _READS and not is_grouped(eqn):
                 read = _read(classes, program, number, math.prod(batch_axes.values()))
                 if read is not None:
                     found[eqn.outvars[0]] = read
-    return LoopReads(batch_axes, found, frozenset(weights))
+    return LoopReads(batch_axes, found, frozenset(weights), enlarged)
+
+
+def _enlarged(classes: DimClasses) -> tuple[dict[Var, list[Var]], set[Var]]:
+    """Return what is larger than the weights it is computed from, and all that is made of it."""
+    program = classes.root
+    enlarged, of_these = dict[Var, list[Var]](), set[Var]()
+    for eqn in program.jaxpr.eqns:
+        if len(eqn.outvars) != 1 or not _is_weight(classes, program, eqn.outvars[0]):
+            continue
+        own = [v for v in variables(eqn.invars) if _is_weight(classes, program, v)]
+        size = sum(aval_of(v).size for v in own)
+        if not of_these.isdisjoint(own):
+            of_these.update(eqn.outvars)
+        elif own and aval_of(eqn.outvars[0]).size >= _LARGER * size:
+            enlarged[eqn.outvars[0]] = own
+            of_these.update(eqn.outvars)
+    return enlarged, of_these
 
 
 def _in_loops(program: ProgramDims, *, inside: bool) -> Iterator[ProgramDims]:

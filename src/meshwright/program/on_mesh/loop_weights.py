@@ -1,24 +1,27 @@
-"""Weights that loops read: their gradients are added up on each device and reduced once.
+"""Weights that devices read copies of: gradients are added up on each device and reduced once.
 
 The gradient of a weight that a scan reads in every iteration is a sum over iterations and over
 samples. The partitioner would reduce each iteration's part over the devices before it is added.
 Instead, every device gets a copy of the weight: one row of an array whose rows are sharded over the
 devices. Operations that read it run on a device's own samples and its own row. The gradients of the
-rows are added up in the loop, where nothing is sent, and the rows are summed after it.
+rows are added up in the loop, where nothing is sent, and the rows are summed after it. So are those
+of what is larger than the weights it is computed from: only gradients of these are sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.evaluator import Environment, Rows
 from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.jaxpr.equations import (
     REMATS,
+    Atom,
     Equation,
     Literal,
     Value,
@@ -34,15 +37,17 @@ Run = Callable[..., list[Value]]
 """A function of the arrays that an equation reads."""
 
 
+_NONE: Mapping[Var, Value] = MappingProxyType({})
+
+
 @dataclass(frozen=True, eq=False)
 class LoopWeights:
     """Gives every device its own copy of the weights that a loop reads.
 
     Attributes:
         reads: the operations that read weights in loops.
-        rows: while a loop is evaluated, the copies of its weights, and of what is computed from
-            these alone, by variable of the loop's body. Those of weights in half precision may be
-            in the parameter's dtype.
+        rows: while a loop is evaluated, the copies of its weights by variable of the loop's body.
+            Those of weights in half precision may be in the parameter's dtype.
     """
 
     mesh: MeshView
@@ -50,12 +55,15 @@ class LoopWeights:
     rows: dict[Var, Value] = field(default_factory=dict[Var, Value])
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
-        """Evaluate a loop, or a read inside of one; None for other equations."""
+        """Evaluate a loop, or a read of copies; None for other equations."""
         if not self.reads.by_result or not eqn.outvars:
             return None
         if eqn.primitive.name in _WITH_PROGRAMS:
             return self._enter(eqn, env)
-        if any(not isinstance(atom, Literal) and atom in self.rows for atom in eqn.invars):
+        if eqn.outvars[0] in self.reads.enlarged:
+            own = self.reads.enlarged[eqn.outvars[0]]
+            self._compute_rows(eqn, env, {v: self._copy(env.in_param_dtype(v)) for v in own})
+        elif any(self._row(atom, env) is not None for atom in eqn.invars):
             read = self.reads.by_result.get(eqn.outvars[0])
             if read is not None:
                 return self._read(eqn, env, read)
@@ -70,8 +78,8 @@ class LoopWeights:
             for variable, atom in zip(closed.jaxpr.invars, arguments, strict=False):
                 if isinstance(atom, Literal):
                     continue
-                if atom in before:
-                    self.rows[variable] = before[atom]
+                if (row := self._row(atom, env)) is not None:
+                    self.rows[variable] = row
                 elif eqn.primitive.name == "scan" and variable in self.reads.weights:
                     eqns = closed.jaxpr.eqns
                     first = next((name_stack(e) for e in eqns if variable in e.invars), "")
@@ -93,8 +101,17 @@ class LoopWeights:
         entries[dim] = tuple(self.reads.batch_axes)
         return jax.lax.with_sharding_constraint(value, self.mesh.sharding(PartitionSpec(*entries)))
 
-    def _compute_rows(self, eqn: Equation, env: Environment) -> None:
-        """Compute the rows of what an equation computes from weights alone."""
+    def _row(self, atom: Atom, env: Environment) -> Value | None:
+        """Return the copies of a value, if there are any."""
+        if isinstance(atom, Literal):
+            return None
+        computed = env.rows(atom)
+        return self.rows.get(atom) if computed is None else computed.value
+
+    def _compute_rows(
+        self, eqn: Equation, env: Environment, given: Mapping[Var, Value] = _NONE
+    ) -> None:
+        """Compute the rows of what an equation computes from weights alone, some of them given."""
 
         def run(*operands: Value) -> list[Value]:
             inner = env.with_operands(eqn, operands)
@@ -102,18 +119,21 @@ class LoopWeights:
             results = env.evaluator.continue_after(self, eqn, inner)
             return [inner.prepared.get(v, x) for v, x in zip(eqn.outvars, results, strict=True)]
 
-        operands, rows = self._operands(eqn, env)
+        operands, rows = self._operands(eqn, env, given)
         results = _for_each(run, operands, dict.fromkeys(rows, 0), 0)
-        self.rows.update(zip(eqn.outvars, results, strict=True))
+        for variable, value in zip(eqn.outvars, results, strict=True):
+            env.copies[Rows, variable] = Rows(value, tuple(self.reads.batch_axes))
 
-    def _operands(self, eqn: Equation, env: Environment) -> tuple[list[Value], list[int]]:
+    def _operands(
+        self, eqn: Equation, env: Environment, given: Mapping[Var, Value] = _NONE
+    ) -> tuple[list[Value], list[int]]:
         """Return an equation's operands, and which of them are rows."""
         in_param_dtype, cast = operands_in_param_dtype(eqn, env), env.evaluator.weights.cast
         operands, rows = env.operands(eqn, in_param_dtype), list[int]()
         for number, atom in enumerate(eqn.invars):
-            if isinstance(atom, Literal) or atom not in self.rows:
+            own = None if isinstance(atom, Literal) else given.get(atom, self._row(atom, env))
+            if own is None:
                 continue
-            own = self.rows[atom]
             operands[number] = own if number in in_param_dtype else cast(own, aval_of(atom).dtype)
             rows.append(number)
         return operands, rows

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import Setting, UserError
-from meshwright.program.blocks.block_lists import BlockSegment, Outside, cut_segments
+from meshwright.program.blocks.block_lists import BlockSegment, Outside, Segment, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.walk import ProgramDims
@@ -71,11 +71,14 @@ class ProgramLayouts:
 class Forward:
     """The traced loss as a function of the step's leaves and a batch, evaluated on a mesh."""
 
-    def __init__(self, traced: TracedLoss, evaluator: Evaluator, remat: Remat) -> None:
+    def __init__(
+        self, traced: TracedLoss, evaluator: Evaluator, remat: Remat, kernels: Kernels
+    ) -> None:
         self.traced, self._evaluator, self._blocks = traced, evaluator, _Blocks(remat)
         jaxpr = traced.closed.jaxpr
         saves_all = remat.policy is None
-        self._segments = [Outside(tuple(jaxpr.eqns))] if saves_all else cut_segments(jaxpr)
+        segments = [Outside(tuple(jaxpr.eqns))] if saves_all else cut_segments(jaxpr)
+        self._segments = [_with_inputs(segment, kernels) for segment in segments]
 
     def __call__(self, leaves: Sequence[Value], batch: Sequence[Value]) -> LossValue:
         """Evaluate the loss on the step's leaf values (in layout order) and batch leaves."""
@@ -118,6 +121,16 @@ class _Blocks(BlockRunner):
         return Environment(evaluator, values, prepared)
 
 
+def _with_inputs(segment: Segment, kernels: Kernels) -> Segment:
+    """Return a segment that also reads what its kernels do, such as a bias before it is moved."""
+    if not isinstance(segment, BlockSegment):
+        return segment
+    made = dict.fromkeys(v for eqn in segment.eqns for v in eqn.outvars)
+    inputs = (v for name in made if name in kernels.regions for v in kernels.regions[name].inputs)
+    more = dict.fromkeys(v for v in inputs if v not in made)
+    return replace(segment, reads=tuple(dict.fromkeys([*segment.reads, *more])))
+
+
 def _reads_casts(block: BlockSegment, weights: Weights) -> list[Var]:
     """Return what a block reads, with weights that it casts itself replaced by their casts.
 
@@ -126,7 +139,9 @@ def _reads_casts(block: BlockSegment, weights: Weights) -> list[Var]:
     casts = [v for eqn in block.eqns for v in eqn.outvars[:1] if weights.is_cast(v)]
     rest = [eqn for eqn in block.eqns if not set(eqn.outvars) & set(casts)]
     computed = {v for eqn in block.eqns for v in eqn.outvars}
-    return [*(v for v in variables_read(rest) if v not in computed), *casts]
+    by_kernels = set(block.reads) - set(variables_read(block.eqns))
+    read = [*variables_read(rest), *(v for v in block.reads if v in by_kernels)]
+    return [*(v for v in read if v not in computed), *casts]
 
 
 def mesh_evaluator(
