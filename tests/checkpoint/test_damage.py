@@ -180,7 +180,7 @@ def other(tmp_path_factory, sound):
         (_rename, "it is the checkpoint of step 2 under another number"),
         (_copy, "it is a checkpoint of another run"),
         (_mix, "passport/metadata differs from what was saved"),
-        (_flip_array_metadata, "array_metadatas/process_0"),
+        pytest.param(_flip_array_metadata, "array_metadatas/process_0", marks=pytest.mark.full),
     ],
 )
 def test_what_is_not_this_checkpoint_is_found_by_all_alike(

@@ -55,7 +55,7 @@ def batch():
     }
 
 
-@pytest.fixture(scope="module", params=["no", "bf16"])
+@pytest.fixture(scope="module", params=["no", pytest.param("bf16", marks=pytest.mark.full)])
 def uses(request):
     """What is found; in half precision, sums have conversions around them."""
     options = {"wide": False, "precision": request.param}

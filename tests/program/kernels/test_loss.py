@@ -56,7 +56,7 @@ def make_batch(samples=SAMPLES, length=LENGTH):
     }
 
 
-@pytest.fixture(scope="module", params=["no", "bf16", "fp16"])
+@pytest.fixture(scope="module", params=["no", pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def found(request):
     """A precision, and what is found in it."""
     options = {"wide": False, "precision": request.param}

@@ -96,10 +96,15 @@ def batch():
     return {"x": x.astype(np.float32)}
 
 
-def test_numbers_and_gradients_are_those_of_the_loop_as_written(batch):
-    fused, written = both(build(), squares, batch)
+EVERYDAY = ("lstm", "gru", "shared", "both_at_once")
+"""Unrolled, in reverse, and written out: with products that can be taken out, and without."""
+
+
+@pytest.mark.parametrize("names", [EVERYDAY, pytest.param(tuple(FORMS), marks=pytest.mark.full)])
+def test_numbers_and_gradients_are_those_of_the_loop_as_written(batch, names):
+    fused, written = both(build(names), squares, batch)
     assert_equal(fused, written)
-    for name in FORMS:
+    for name in names:
         (use,) = uses_in(name, fused.uses, "recurrence")
         assert use.kernel == "weights outside of the loop", use
     assert not written.uses

@@ -61,7 +61,13 @@ def test_other_convolutions_are_no_products(case):
     assert product_gradient(eqn, args[0], cotangent) is None
 
 
-@pytest.mark.parametrize("case", [*CASES, *OTHERS])
+EVERYDAY = ("one dim", "strided", "padded", "grouped")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in (*CASES, *OTHERS)],
+)
 def test_gpus_read_half_precision_and_round_at_most_once(case):
     shape, kernel, options = {**CASES, **OTHERS}[case]
     _, eqn, args = convolution(shape, kernel, options, jnp.bfloat16)
