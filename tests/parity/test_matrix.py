@@ -138,7 +138,7 @@ def test_the_covering_cells_cover():
 
 
 EVERYDAY = ("linen_mlp",)
-"""Kinds whose cells belong to the everyday tests; others are in tests/program and the zoo."""
+"""Kinds whose cells belong to the everyday tests; tests/program and tests/step have others."""
 
 
 @pytest.mark.parametrize(

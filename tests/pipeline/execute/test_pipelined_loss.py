@@ -102,9 +102,9 @@ def compare(name, mesh, schedule, *, blocks=4, **options):
     [
         # Six blocks on four stages; gradients reduced once for four microbatches.
         pytest.param("gpipe", {"pipe": 4}, {"blocks": 6}, marks=pytest.mark.full),
-        ("1f1b", {"pipe": 2, "tensor": 2}, {}),
+        ("1f1b", {"pipe": 2, "data": 2, "tensor": 2}, {"every": 4}),
         pytest.param("1f1b", CUBE, {}, marks=pytest.mark.full),
-        ("interleaved", {"pipe": 2, "data": 4}, {"every": 4}),
+        pytest.param("interleaved", {"pipe": 2, "data": 4}, {"every": 4}, marks=pytest.mark.full),
         pytest.param("zb_h1", {"pipe": 4}, {}, marks=pytest.mark.full),
     ],
 )

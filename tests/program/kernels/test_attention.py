@@ -21,8 +21,8 @@ from meshwright.program.kernels import masks, surroundings
 
 FORMS = REPLACED | NOT_REPLACED
 EVERYDAY = (
-    *("grouped", "queries_last", "inverted", "another_numpy_mask", "cross"),
-    *("packed_twice_masked", "soft_cap_window", "padded", "sigmoid"),
+    *("grouped", "queries_last", "cross", "packed_twice_masked", "soft_cap_window"),
+    *("padded", "sigmoid"),
 )
 
 

@@ -19,7 +19,7 @@ from program.kernels.loss_forms import CLASSES, NOT_REPLACED, REPLACED
 from meshwright.program.kernels import chunked_loss
 
 FORMS = REPLACED | NOT_REPLACED
-EVERYDAY = ("smoothed", "z_loss", "token_weights", "per_sample", "distilled", "with_accuracy")
+EVERYDAY = ("smoothed", "token_weights", "distilled", "with_accuracy")
 SAMPLES, LENGTH, WIDTH = 4, 12, 8
 
 
