@@ -73,7 +73,7 @@ def own(tmp_path, monkeypatch):
 
 
 SHIPPED = [n for n in sorted(group_options()["model"]) if n not in (*PUBLISHED, "hf")]
-EVERYDAY = ("gpt2_nano", "lstm_tiny", "moe_tiny", "conv", "vae", "vit_tiny")
+EVERYDAY = ("lstm_tiny", "moe_tiny", "conv", "vae")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,13 @@ def test_the_learning_rate_rises_and_falls_to_zero():
     assert learning_rate(scaled, 8, None)(0) == 4.0
 
 
-@pytest.mark.parametrize("kind", group_options()["optimizer"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(k, marks=[pytest.mark.full] * (k in ("lion", "sgd")))
+        for k in group_options()["optimizer"]
+    ],
+)
 def test_every_optimizer_we_ship_updates_a_matrix(kind):
     optimizer = make_optimizer(config_of(f"optimizer={kind}"), optax.constant_schedule(1e-3))
     params = {"w": jax.ShapeDtypeStruct((4, 6), np.float32)}

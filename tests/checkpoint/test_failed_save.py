@@ -49,12 +49,14 @@ except EnvironmentProblem as error:
 """
 
 
+# tests/trainer/test_loop.py has a run that a failed save ends, every day.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
         # For a moment there is neither the folder nor the file in its place.
         ("Gone", "Not a directory|No such file or directory"),
-        pytest.param("Full", "File too large", marks=pytest.mark.full),
+        ("Full", "File too large"),
     ],
 )
 def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
@@ -90,7 +92,7 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
     assert names <= {"2", "4"}
 
 
-@pytest.mark.parametrize("moved", ["checkpoints", "."])
+@pytest.mark.parametrize("moved", ["checkpoints", pytest.param(".", marks=pytest.mark.full)])
 def test_a_folder_that_is_moved_away_is_not_made_anew_and_not_called_full(tmp_path, moved):
     run = tmp_path / "run"
     store = CheckpointStore(run / "checkpoints")

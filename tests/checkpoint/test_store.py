@@ -1,5 +1,6 @@
 """Checkpoints on disk: what is kept, what is refused, and what they hold."""
 
+import shutil
 import sys
 import threading
 from types import SimpleNamespace
@@ -39,14 +40,21 @@ def save(store, step, loss=None):
     store.save(state(step), CheckpointMetadata(step=step, seed=1, global_batch_size=8), loss=loss)
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """A run with the checkpoints 3, 4 (the newest two) and 2 (the best)."""
-    store = CheckpointStore(tmp_path / "run/checkpoints", keep_last=2, keep_best=1)
+    run = tmp_path_factory.mktemp("saved") / "run"
+    store = CheckpointStore(run / "checkpoints", keep_last=2, keep_best=1)
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, None)):
         save(store, step, loss)
     assert store.close().error is None
-    return tmp_path / "run"
+    return run
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """The same run, to be changed."""
+    return shutil.copytree(saved, tmp_path / "run")
 
 
 def test_the_newest_and_the_best_are_kept(folder):

@@ -102,7 +102,10 @@ def test_one_error_before_anything_is_compiled_or_written(run, tmp_path, command
     assert {path.name for path in tmp_path.iterdir()} <= {"bad_input.py", "__pycache__"}
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "ledger", "inspect"])
+@pytest.mark.parametrize(
+    "command",
+    ["train", "inspect", *(pytest.param(c, marks=pytest.mark.full) for c in ("verify", "ledger"))],
+)
 def test_a_tensor_axis_larger_than_the_heads(capfd, command):
     sizes = ("model.num_heads=2", "model.num_blocks=1", "model.hidden_size=32")
     code = main([command, "mesh.tensor=4", *sizes])
@@ -112,7 +115,10 @@ def test_a_tensor_axis_larger_than_the_heads(capfd, command):
     assert "write mesh.tensor=2, or use a model with a multiple of 4 heads" in err
 
 
-@pytest.mark.parametrize("override", NOT_FINITE)
+@pytest.mark.parametrize(
+    "override",
+    [pytest.param(o, marks=[pytest.mark.full] * o.startswith("data")) for o in NOT_FINITE],
+)
 def test_a_loss_that_is_not_finite_at_the_start_of_training(run, override):
     code, out, err = run("train", override)
     assert (code, out) == (4, "")

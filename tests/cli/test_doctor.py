@@ -73,6 +73,7 @@ def test_versions_are_those_installed(report):
     )
 
 
+@pytest.mark.full
 def test_the_command_prints_one_json_value_on_stdout():
     run = subprocess.run(
         [sys.executable, "-m", "meshwright", "doctor", "simulate=8", "--json"],
@@ -323,6 +324,7 @@ print(json.dumps(doctor.collect()))
 """
 
 
+@pytest.mark.full
 def test_two_processes_examine_themselves_together():
     environments = [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}]
     environments[0]["XLA_FLAGS"] = ""

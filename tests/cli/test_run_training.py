@@ -99,8 +99,8 @@ def test_fewer_reductions_half_precision_and_a_profile(train):
 
 
 def test_the_script_is_the_command(tmp_path):
-    words = ("model=mlp", "model.widths=[784,8,10]", "data=digits", "simulate=4")
-    own = [word for word in SMALL if not word.startswith(("model", "data"))]
+    words = ("model=mlp", "model.widths=[784,8,10]", "task=classification", "simulate=4")
+    own = [word for word in SMALL if not word.startswith("model")]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *own, *words, shape(2, 2)],
         cwd=tmp_path,

@@ -100,9 +100,9 @@ def test_before_the_first_step_it_ends_at_once(started, tmp_path, where, number)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
+# tests/trainer/starting has signals to a run in the process of the test, every day.
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_while_it_trains_it_saves_and_the_same_command_goes_on(started, tmp_path, number):
     process = started("train")
     process.send_signal(number)

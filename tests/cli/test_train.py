@@ -296,6 +296,7 @@ def test_data_that_end_before_the_time_limit_are_named(run, tmp_path):
     sys.modules.pop("own_short", None)
 
 
+@pytest.mark.full
 def test_a_saved_config_runs_again(run, tmp_path):
     code, first, err = run(*OWN_RUN, "--json")
     assert code == 0, err

@@ -145,6 +145,7 @@ def test_a_source_that_stops_in_between_is_an_error():
         next(stream)
 
 
+@pytest.mark.full
 def test_a_reading_process_that_is_killed_is_named():
     stream = load_batches(numbers(), batch_size=6, workers=1)
     next(stream)
@@ -170,7 +171,7 @@ def batch(step, batch_size):
     if step == 1:
         for each in gc.get_objects():
             if isinstance(each, (Lock, RLock)):
-                each.acquire(timeout=0.2)
+                each.acquire(timeout=0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     return {"x": np.full((batch_size, 2), step)}
 
@@ -185,7 +186,7 @@ def main():
     try:
         next(read)
     except EnvironmentProblem as error:
-        print(error.why)
+        print(error.what, error.why)
     # Closed when the interpreter ends.
     sys.modules["left"] = left
 
@@ -202,6 +203,7 @@ def test_a_reading_process_may_be_killed_while_it_holds_locks(tmp_path):
     run = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
     )
+    assert "a process that reads data has ended" in run.stdout
     assert "killed by signal 9" in run.stdout
 
 

@@ -20,6 +20,8 @@ def dataset(samples, seed):
     return {"image": inputs, "label": inputs[:, :4].argmax(1).astype("int32")}
 
 
+# docs/distributed-api.md trains one, every day.
+@pytest.mark.full
 def test_it_trains_and_evaluates(quick_compilation, tmp_path):
     trainer = Trainer(
         model_config=MODEL,

@@ -102,6 +102,7 @@ def test_a_mesh_that_is_not_the_number_of_devices_is_refused_with_meshes_that_fi
     )
 
 
+@pytest.mark.full
 def test_a_peer_that_never_joins_is_named(tmp_path):
     done = launch(tmp_path, *missing_peers(seconds=2)).finish()
     check_refused(done, 1, "error: 2 of 4 processes joined, missing processes 2, 3 after 2 s")

@@ -31,8 +31,8 @@ from meshwright.program.kernels import attention_by_rows, fused_attention
 from meshwright.recipe import make_model_source
 
 LENGTH, PROMPT = 24, 12
-EVERY_DAY = ("window", "flax", "lstm")
-FULL = ("chunks_state", "chunks_decay", "fourier", "sorted")
+EVERY_DAY = ("window", "lstm")
+FULL = ("chunks_mask", "chunks_state", "chunks_decay", "fourier", "sorted", "length")
 
 
 @pytest.fixture(autouse=True)

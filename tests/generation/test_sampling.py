@@ -75,7 +75,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+PARTS = ("greedy, all before it", "temperature", "top_k")
+"""Cases that are parts of others."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in PARTS)) for n in CASES]
+)
 def test_tokens_and_log_probabilities_are_those_of_numpy(name, logits):
     sampling, random = CASES[name], np.random.default_rng(1)
     seen, count = random.random((ROWS, TOKENS)) < 0.3, np.arange(ROWS, dtype=np.int32)

@@ -48,7 +48,7 @@ def plain(model, steps=STEPS):
     return plain_losses(model(rngs=nnx.Rngs(key())), OPTIMIZER, steps)
 
 
-@pytest.mark.parametrize("form", ["class", "instance"])
+@pytest.mark.parametrize("form", ["class", pytest.param("instance", marks=pytest.mark.full)])
 def test_arrays_in_plain_attributes_and_closures_on_a_mesh(form):
     found = losses(forms(Table)[form], "fsdp=4,tensor=2")
     np.testing.assert_allclose(found, plain(Table), rtol=2e-5)

@@ -151,6 +151,7 @@ def test_a_run_goes_on_in_several_processes(tmp_path):
     assert "continuing after step 1" in err
 
 
+@pytest.mark.full
 def test_a_mesh_spans_processes_and_a_script_can_join_them(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(

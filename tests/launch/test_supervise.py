@@ -134,7 +134,9 @@ def test_a_process_that_ignores_the_request_is_killed_after_the_grace(started):
     assert "error: process 1 was killed by SIGKILL" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM, signal.SIGUSR1]
+)
 def test_a_request_to_the_launcher_reaches_every_process(started, tmp_path, number):
     script = """
         def stop(number, frame):

@@ -21,6 +21,7 @@ def run_python(code):
     )
 
 
+@pytest.mark.full
 def test_a_fresh_process_gets_the_devices_it_asks_for():
     run = run_python(
         "from meshwright.runtime.jax_internals import jax_has_started\n"

@@ -133,7 +133,7 @@ def test_axes_of_size_one_are_not_shown(cluster):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("processes", [1, 128])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 128])
 def test_large_meshes_show_their_corners(cluster, sizes, processes):
     mesh = build_mesh(sizes, cluster(processes, 1024 // processes))
     text = drawn(mesh)

@@ -43,14 +43,14 @@ def test_every_kind_has_its_shapes_listed_here():
     assert set(SHAPES) == set(MODEL_KINDS)
 
 
+# A whole ResNet-50 is traced slowly; its output is also that of tests/models/test_resnet.py.
+# The others have classes that others test.
+LIKE_OTHERS = ("resnet", "gemma2", "mistral", "phi3", "llama3", "qwen2", "stacked_gpt")
+
+
 @pytest.mark.parametrize(
     "kind",
-    # A whole ResNet-50 is traced slowly; its output is also that of tests/models/test_resnet.py.
-    # The others have classes that others test.
-    [
-        pytest.param(k, marks=[pytest.mark.full] * (k in ("resnet", "gemma2", "mistral", "phi3")))
-        for k in MODEL_KINDS
-    ],
+    [pytest.param(k, marks=[pytest.mark.full] * (k in LIKE_OTHERS)) for k in MODEL_KINDS],
 )
 def test_default_sizes_give_the_documented_output(kind):
     inputs, expected = SHAPES[kind]

@@ -46,7 +46,10 @@ def test_the_published_form_equals_numpy(fill):
     np.testing.assert_allclose(found, published_vit(params_of(model), image), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("rate", ["dropout", "embedding_dropout", "attention_dropout"])
+@pytest.mark.parametrize(
+    "rate",
+    ["dropout", pytest.param("embedding_dropout", marks=pytest.mark.full), "attention_dropout"],
+)
 def test_every_rate_of_dropout_changes_training_alone(fill, rate):
     sizes = {"image_size": 4, "patch_size": 2, "num_blocks": 1, "hidden_size": 8}
     model = fill(lambda: ViT(**sizes | {"dropout": 0.0, rate: 0.5}, rngs=nnx.Rngs(0)))

@@ -60,7 +60,6 @@ MUTATIONS = (
         ("float64 loss", "float64 parameters", "own_precision loss"),
         seen="weights gathered ahead and not invalidated",
         names="step 2",
-        everyday=True,
     ),
     Mutation(
         "the blocks of a pipeline use the weights of the step before",

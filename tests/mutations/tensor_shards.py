@@ -57,7 +57,6 @@ MUTATIONS = (
         "partial sums of tensor devices are not added",
         equation("dot_general", "down", _first_partial_sum),
         check=DATA_TENSOR,
-        everyday=True,
     ),
     _mutation(
         "a bias is added once per tensor device",

@@ -166,6 +166,7 @@ def test_half_precision_parameters_that_are_lost_on_both_sides_are_not_compared(
     ]
 
 
+@pytest.mark.full
 def test_a_first_loss_that_is_not_finite_is_a_mistake_of_the_user():
     with pytest.raises(UserError, match="the loss of the first batch is nan on one device"):
         certify({"data": 2}, batches=batches_with_nan_at(0), steps=1)

@@ -72,8 +72,17 @@ def points(browser, selector: str) -> int:
     return browser.evaluate(f"{path}.match(/[ML]/g).length")
 
 
-@pytest.mark.parametrize("name", ["one", "three", "empty"])
-@pytest.mark.parametrize(("width", "dark"), [(1300, False), (390, True)])
+@pytest.mark.parametrize(
+    ("name", "width", "dark"),
+    [
+        ("one", 1300, False),
+        ("three", 390, True),
+        ("empty", 1300, False),
+        pytest.param("one", 390, True, marks=pytest.mark.full),
+        pytest.param("three", 1300, False, marks=pytest.mark.full),
+        pytest.param("empty", 390, True, marks=pytest.mark.full),
+    ],
+)
 def test_every_section_is_there_and_fits_the_screen(show, name, width, dark):
     browser = show(name, width=width, dark=dark)
     assert browser.evaluate("[...document.querySelectorAll('section')].map(e => e.id)") == SECTIONS

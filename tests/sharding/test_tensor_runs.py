@@ -78,7 +78,7 @@ def spec(dim, rank):
     return PartitionSpec(*("tensor" if d == dim else None for d in range(rank)))
 
 
-EVERYDAY = ("library", "grouped", "residual")
+EVERYDAY = ("library", "residual")
 """Kinds that no proof covers; the others are also in tests/parity."""
 
 
@@ -101,7 +101,9 @@ def test_a_step_on_four_devices_equals_one_device(name):
     assert least <= held / sum(param.nbytes for param in params) <= most
 
 
-@pytest.mark.parametrize("name", ["perceptron", "convolutional"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("perceptron", marks=pytest.mark.full), "convolutional"]
+)
 def test_the_traffic_foreseen_is_the_traffic_compiled(name):
     """Models without attention, where the compiler merges all partial sums it could merge."""
     make, loss, batch, _ = RUNS[name]

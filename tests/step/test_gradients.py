@@ -62,7 +62,9 @@ def test_one_batch_matches_the_closed_form(scale):
     check(compute_gradients(regression, PARAMS, STATE, [X, Y, WEIGHTS], scale))
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 16])
+@pytest.mark.parametrize(
+    "count", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 16)), 4]
+)
 def test_microbatches_of_unequal_weight_match_the_whole_batch(count):
     found = accumulate_gradients(regression, PARAMS, STATE, split(count))
     check(found)

@@ -14,7 +14,7 @@ from meshwright.step import initial_state
 from meshwright.step.assemble import assemble
 from meshwright.trees import key_data
 
-WIDTH, BLOCKS = 32, 6
+WIDTH, BLOCKS = 32, 3
 
 
 class Block(nnx.Module):
@@ -45,7 +45,7 @@ class OneDraw(nnx.Module):
 
     def __init__(self, rngs):
         drawn = jax.random.normal(rngs.params(), (8, WIDTH, WIDTH))
-        for _ in range(40):
+        for _ in range(10):
             drawn = drawn / jnp.linalg.norm(drawn, axis=(1, 2), keepdims=True)
         self.weights = nnx.List([nnx.Param(row) for row in drawn])
 

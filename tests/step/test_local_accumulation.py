@@ -148,7 +148,7 @@ def test_between_processes_on_cpus_all_gradients_are_one_array(through_gloo, cou
     assert axis.sent_bytes == count * (2 * 3 / 4 * 4 * numbers)
 
 
-@pytest.mark.parametrize("model", [Normed, Fickle])
+@pytest.mark.parametrize("model", [Normed, pytest.param(Fickle, marks=pytest.mark.full)])
 def test_a_model_that_needs_all_samples_is_divided_by_the_compiler(through_gloo, model):
     divided = step_for({"data": 4}, 1, model=model, count=1)
     whole = step_for({}, 1, model=model, count=1)

@@ -144,6 +144,7 @@ class Normed(nnx.Module):
         return self.head(self.norm(x * self.a_table))
 
 
+@pytest.mark.full
 def test_a_line_search_trains_a_model_with_other_leaves_than_parameters():
     search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=8)
     losses = fit(optax.chain(optax.sgd(1.0), search), "fsdp=4,tensor=2", Normed())

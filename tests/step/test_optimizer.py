@@ -144,7 +144,7 @@ def expected(name):
     return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in leaves}
 
 
-EVERYDAY = {"adamw", "adafactor", "muon", "sgd"}
+EVERYDAY = {"adafactor", "muon"}
 
 
 @pytest.mark.parametrize(

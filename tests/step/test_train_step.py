@@ -38,7 +38,7 @@ BATCH_CUBE = {"data": 2, "fsdp": 4}
 CASES = [
     ({"data": 8}, {}),
     ({"fsdp": 8}, {"zero": 1}),
-    ({"tensor": 4}, {}),
+    pytest.param({"tensor": 4}, {}, marks=pytest.mark.full),
     ({"fsdp": 4, "tensor": 2}, {"blocks": "scan"}),
     (CUBE, {"zero": 2}),
 ]

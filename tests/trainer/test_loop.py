@@ -135,6 +135,7 @@ def test_early_stopping_waits_for_a_higher_value(metric, mode):
         mw.EarlyStopping(2, mode="highest")
 
 
+@pytest.mark.full
 def test_evaluation_is_the_mean_in_evaluation_mode():
     class Dropped(nnx.Module):
         def __init__(self, rngs):

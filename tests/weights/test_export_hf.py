@@ -35,7 +35,7 @@ def source(folder):
     return Source(model.kind, model.arguments, weights.shapes, read, keep_files(model.folder))
 
 
-LIKE_OTHERS = ("gemma2", "mistral", "qwen2")
+LIKE_OTHERS = ("gemma2", "gemma3", "llama", "mistral", "qwen2")
 
 
 @pytest.mark.parametrize(

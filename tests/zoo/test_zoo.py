@@ -14,8 +14,6 @@ COVERING = (
     ("hypernetwork", "tensor=4,data=2"),
     ("graph network", STAGES),
 )
-SLOW = ("Fourier operator", "tied autoencoder", "graph network", "hypernetwork")
-"""Their meshes have other models every day: tests/ledgers, tests/parity and tests/pipeline."""
 
 
 def test_the_covering_cells_cover():
@@ -34,10 +32,10 @@ def check(name, mesh, steps):
         assert own.ratio <= limit, own.excess
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [pytest.param(*cell, marks=[pytest.mark.full] * (cell[0] in SLOW)) for cell in COVERING],
-)
+# Every day, tests/step has other such models, and tests/ledgers, tests/parity and tests/pipeline
+# have these meshes.
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh"), COVERING)
 def test_a_model_of_the_zoo_trains_like_on_one_device(name, mesh):
     check(name, mesh, steps=1)
 

@@ -102,8 +102,9 @@ def compare(name, mesh, schedule, *, blocks=4, **options):
     [
         # Six blocks on four stages; gradients reduced once for four microbatches.
         pytest.param("gpipe", {"pipe": 4}, {"blocks": 6}, marks=pytest.mark.full),
-        ("1f1b", CUBE, {}),
-        ("interleaved", {"pipe": 2, "data": 4}, {"every": 4}),
+        ("1f1b", {"pipe": 2, "data": 2, "tensor": 2}, {"every": 4}),
+        pytest.param("1f1b", CUBE, {}, marks=pytest.mark.full),
+        pytest.param("interleaved", {"pipe": 2, "data": 4}, {"every": 4}, marks=pytest.mark.full),
         pytest.param("zb_h1", {"pipe": 4}, {}, marks=pytest.mark.full),
     ],
 )
@@ -257,7 +258,9 @@ def ticks(schedule, **options):
     return [eqn for eqn, _ in equations(scan.params["jaxpr"].jaxpr)]
 
 
-@pytest.mark.parametrize(("schedule", "guards"), [("1f1b", 6), ("zb_h1", 7)])
+@pytest.mark.parametrize(
+    ("schedule", "guards"), [("1f1b", 6), pytest.param("zb_h1", 7, marks=pytest.mark.full)]
+)
 def test_ticks_ask_the_host_as_rarely_as_possible(schedule, guards):
     """Accelerators stop for each loop or branch of a tick: the host decides whether it runs.
 

@@ -81,8 +81,8 @@ MESHES = [
 def _placed_state():
     for zero in (1, 3):
         for mesh in MESHES:
-            # Of all kinds of axes, each at least once.
-            everyday = (zero, mesh) in [(1, {"fsdp": 8}), (3, MESHES[6])]
+            # With axes of three kinds.
+            everyday = (zero, mesh) == (3, MESHES[6])
             marks = () if everyday else pytest.mark.full
             yield pytest.param(mesh, zero, id=f"{mesh}-{zero}", marks=marks)
 
@@ -250,15 +250,19 @@ def test_operations_are_those_of_the_formula(estimator):
     assert attention == pytest.approx(14 * BLOCKS * WIDTH * tokens * pairs, rel=2e-3)
 
 
-def test_what_plans_share_does_not_depend_on_their_order(estimator):
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_what_plans_share_does_not_depend_on_their_order(estimator, few):
     staged = make_plan({"pipe": 2, "fsdp": 2}, microbatches=8, precision="bf16")
     plans = [
         staged,
         staged.model_copy(update={"schedule": "zb_h1"}),
-        make_plan({"pipe": 4, "fsdp": 2}, microbatches=8, precision="bf16"),
         make_plan({"fsdp": 4}, precision="bf16"),
-        make_plan({"fsdp": 2, "tensor": 2}, precision="bf16"),
     ]
+    if not few:
+        plans += [
+            make_plan({"pipe": 4, "fsdp": 2}, microbatches=8, precision="bf16"),
+            make_plan({"fsdp": 2, "tensor": 2}, precision="bf16"),
+        ]
     fresh = Estimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
     first = [estimator.estimate(plan, on(plan)) for plan in plans]
     last = [fresh.estimate(plan, on(plan)) for plan in reversed(plans)]

@@ -68,7 +68,13 @@ def differentiated(run, *operands):
     return dict(zip(("out", "q", "k", "v"), (out, *pull(jnp.cos(out))), strict=True))
 
 
-@pytest.mark.parametrize("name", SCORES)
+EVERYDAY = ("packed_soft_cap", "padded_sums", "sigmoid")
+"""With masks of a batch by choices and by sums, and without a softmax."""
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in SCORES]
+)
 def test_blocks_and_rows_give_the_operations_as_written(name, monkeypatch):
     random = np.random.default_rng(0)
     qkv = random.normal(size=(3, SAMPLES, LENGTH, HEADS, CHANNELS)).astype(np.float32)
@@ -201,7 +207,9 @@ class ByDistance(Layer):
         return jnp.einsum("bhts,bshc->bthc", weights, v)
 
 
-@pytest.mark.parametrize("mesh", ["data=1", "data=2,tensor=2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("data=1", marks=pytest.mark.full), "data=2,tensor=2"]
+)
 def test_biases_may_be_learned(mesh, monkeypatch):
     monkeypatch.setattr(attention_by_rows, "ROWS", 5)
     x = np.random.default_rng(0).normal(size=(SAMPLES, LENGTH, WIDTH)).astype(np.float32)

@@ -39,7 +39,9 @@ def with_gradients(attend, *arrays):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*arrays)
 
 
-@pytest.mark.parametrize(("window", "group"), [(None, 2), (6, 1)])
+@pytest.mark.parametrize(
+    ("window", "group"), [pytest.param(None, 2, marks=pytest.mark.full), (6, 1)]
+)
 def test_joined_attention_has_the_numbers_of_one_device(window, group):
     draw = np.random.default_rng(0).normal
     query, key, value = (draw(size=(2, 32, heads, 4)) for heads in (4, 2, 2))

@@ -60,14 +60,21 @@ def _is_exp(eqn):
 
 @pytest.mark.parametrize(
     ("mesh", "remat", "times"),
-    [("data=1", "none", 2), ("data=1", "dots", 2), ("data=1", "full", 3), ("data=2", "dots", 2)],
+    [
+        pytest.param("data=1", "none", 2, marks=pytest.mark.full),
+        ("data=1", "full", 3),
+        pytest.param("data=1", "dots", 2, marks=pytest.mark.full),
+        ("data=2", "dots", 2),
+    ],
 )
 def test_attention_is_recomputed_only_if_nothing_is_saved(mesh, remat, times):
     """Once forward, once by its own gradient, and once more if its results are not saved."""
     assert count_exponentials(mesh, remat=remat) == BLOCKS * times
 
 
-@pytest.mark.parametrize(("remat", "times"), [("dots", 2), ("full", 3)])
+@pytest.mark.parametrize(
+    ("remat", "times"), [("dots", 2), pytest.param("full", 3, marks=pytest.mark.full)]
+)
 def test_so_is_attention_with_a_function_of_its_scores(remat, times):
     assert count_exponentials("data=1", with_softcap, remat=remat) == BLOCKS * times
 

@@ -19,7 +19,7 @@ from program.kernels.loss_forms import CLASSES, NOT_REPLACED, REPLACED
 from meshwright.program.kernels import chunked_loss
 
 FORMS = REPLACED | NOT_REPLACED
-EVERYDAY = ("smoothed", "z_loss", "token_weights", "per_sample", "distilled", "with_accuracy")
+EVERYDAY = ("smoothed", "token_weights", "distilled", "with_accuracy")
 SAMPLES, LENGTH, WIDTH = 4, 12, 8
 
 
@@ -56,7 +56,7 @@ def make_batch(samples=SAMPLES, length=LENGTH):
     }
 
 
-@pytest.fixture(scope="module", params=["no", "bf16", "fp16"])
+@pytest.fixture(scope="module", params=["no", pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def found(request):
     """A precision, and what is found in it."""
     options = {"wide": False, "precision": request.param}

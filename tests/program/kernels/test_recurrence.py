@@ -96,10 +96,15 @@ def batch():
     return {"x": x.astype(np.float32)}
 
 
-def test_numbers_and_gradients_are_those_of_the_loop_as_written(batch):
-    fused, written = both(build(), squares, batch)
+EVERYDAY = ("lstm", "gru", "shared", "both_at_once")
+"""Unrolled, in reverse, and written out: with products that can be taken out, and without."""
+
+
+@pytest.mark.parametrize("names", [EVERYDAY, pytest.param(tuple(FORMS), marks=pytest.mark.full)])
+def test_numbers_and_gradients_are_those_of_the_loop_as_written(batch, names):
+    fused, written = both(build(names), squares, batch)
     assert_equal(fused, written)
-    for name in FORMS:
+    for name in names:
         (use,) = uses_in(name, fused.uses, "recurrence")
         assert use.kernel == "weights outside of the loop", use
     assert not written.uses
@@ -116,10 +121,9 @@ def test_half_precision_is_as_exact_as_written_out(batch):
         assert ours <= 1.5 * written + 0.002 * np.abs(expected).max(), path
 
 
-def test_recomputed_gradients_are_the_same(batch):
-    fused, written = both(
-        build(("gru", "shared")), squares, batch, sharding=mw.ShardingConfig(remat="full")
-    )
+@pytest.mark.parametrize("names", [("shared",), pytest.param(("gru",), marks=pytest.mark.full)])
+def test_recomputed_gradients_are_the_same(batch, names):
+    fused, written = both(build(names), squares, batch, sharding=mw.ShardingConfig(remat="full"))
     assert_equal(fused, written)
 
 

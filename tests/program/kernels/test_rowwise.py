@@ -120,17 +120,34 @@ def batch(samples=4, length=6):
     return {"x": random.normal(size=(samples, length, WIDTH)).astype(np.float32)}
 
 
+EVERYDAY = (
+    *("layer_norm", "without_scale", "slow_variance", "rms_norm", "by_deviation"),
+    *("exact_gelu", "swiglu", "tanh"),
+)
+
+
 @pytest.fixture(scope="module")
 def runs():
-    return both(build(ALL), loss, batch())
+    return both(build((*EVERYDAY, *WITH_OWN_DERIVATIVE)), loss, batch())
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_form_is_found_and_equals_the_plain_program(runs, name):
+def check_form(runs, name):
     found, _ = runs
     (use,) = uses_in(name, found.uses, "norm" if name in NORMS else "activation")
     assert (use.kernel, use.reason) == ("recomputed", "")
     assert_equal(*runs, under=f"{name}.")
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_a_form_is_found_and_equals_the_plain_program(runs, name):
+    check_form(runs, name)
+
+
+@pytest.mark.full
+def test_every_form_is_found_and_equals_the_plain_program():
+    runs = both(build(ALL), loss, batch())
+    for name in FORMS:
+        check_form(runs, name)
 
 
 @pytest.mark.parametrize("name", WITH_OWN_DERIVATIVE)

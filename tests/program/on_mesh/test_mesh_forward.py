@@ -94,7 +94,7 @@ FULL = pytest.mark.full
     [
         # Twice in three blocks of two kernels; only the very first product has no gradient to
         # hand on, so its kernel is not needed again.
-        ({"remat": "none"}, 11),
+        pytest.param({"remat": "none"}, 11, marks=FULL),
         ({"remat": "full", "keep_gathered": True}, 6),
         ({"remat": "none", "blocks": "scan"}, 12),
         pytest.param({"remat": "full", "blocks": "scan"}, 12, marks=FULL),

@@ -23,6 +23,9 @@ OTHERS = {
 }
 
 
+EVERYDAY = ("one dim", "strided", "padded", "grouped")
+
+
 def convolution(shape, kernel_shape, options, dtype):
     """Return a convolution, its equation and arguments."""
     options = {"window_strides": (1,) * (len(shape) - 2), "padding": "VALID", **options}
@@ -54,14 +57,20 @@ def test_the_gradient_of_a_product_is_that_of_the_convolution(case):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize(
+    "case",
+    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in OTHERS],
+)
 def test_other_convolutions_are_no_products(case):
     run, eqn, args = convolution(*OTHERS[case], jnp.float32)
     _, cotangent = gradients(run, args)
     assert product_gradient(eqn, args[0], cotangent) is None
 
 
-@pytest.mark.parametrize("case", [*CASES, *OTHERS])
+@pytest.mark.parametrize(
+    "case",
+    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in (*CASES, *OTHERS)],
+)
 def test_gpus_read_half_precision_and_round_at_most_once(case):
     shape, kernel, options = {**CASES, **OTHERS}[case]
     _, eqn, args = convolution(shape, kernel, options, jnp.bfloat16)

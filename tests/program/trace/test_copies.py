@@ -49,7 +49,7 @@ class Copied(Residuals):
         return x
 
 
-@pytest.mark.parametrize("compute", [None, jnp.bfloat16])
+@pytest.mark.parametrize("compute", [pytest.param(None, marks=pytest.mark.full), jnp.bfloat16])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_copy_has_the_name_of_its_block(way, compute):
     _, traced = trace(lambda: Copied(way), square_loss, vectors(), compute)

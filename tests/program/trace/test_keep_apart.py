@@ -181,7 +181,7 @@ MODELS = {
 }
 
 
-EVERY_DAY = {"library": True, "rotary": False}
+EVERY_DAY = {"rotary": True}
 
 
 @pytest.mark.parametrize(

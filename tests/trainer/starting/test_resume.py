@@ -121,6 +121,7 @@ def test_ten_and_ten_steps_are_twenty_bit_for_bit(whole, half, tmp_path):
     assert int(resumed.state.step) == 20
 
 
+@pytest.mark.full
 def test_eight_devices_then_four_then_one_see_the_same_samples(whole, half, tmp_path):
     _, losses = whole
     folder = copy_run(half, tmp_path)
