@@ -67,7 +67,7 @@ def test_who_says_goodbye_is_not_lost_and_strangers_are_nobody():
 
 
 def test_the_error_names_the_process_the_step_and_the_remedy(monkeypatch):
-    monkeypatch.setattr(peers.own_heartbeat(), "_step", 12)
+    monkeypatch.setattr(peers.own_heartbeat(), "step", 12)
     error = Lost(0).error()
     assert error.what == "process 0 lost process 0 (the coordinator) at step 12"
     assert "killed or crashed" in error.why

@@ -60,7 +60,9 @@ class DigitSource:
     def rows(self, ids: NDArray[np.int64]) -> HostBatch:
         """Return float32 images from 0 to 1, and int32 ``label``."""
         labels = np.minimum(_uniform(ids, 0) * 10, 9).astype(np.int32)
-        images = _draw(ids, labels) + 0.15 * _noise(ids)
+        pixels = np.arange(SIDE * SIDE, dtype=np.uint64)
+        noise = _to_unit(mix(mix(ids.astype(np.uint64) + np.uint64(99))[:, None] + pixels))
+        images = _draw(ids, labels) + 0.15 * noise
         shape = (len(ids), *self.input_shape)
         images = np.clip(images, 0, 1).astype(np.float32).reshape(shape)
         return {self.input_name: images, "label": labels}
@@ -100,11 +102,6 @@ def _look_up(
     upper = glyphs[label, top, left] * (1 - right) + glyphs[label, top, left + 1] * right
     lower = glyphs[label, top + 1, left] * (1 - right) + glyphs[label, top + 1, left + 1] * right
     return upper * (1 - below) + lower * below
-
-
-def _noise(ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    pixels = np.arange(SIDE * SIDE, dtype=np.uint64)
-    return _to_unit(mix(mix(ids.astype(np.uint64) + np.uint64(99))[:, None] + pixels))
 
 
 def _uniform(ids: NDArray[np.int64], number: int) -> NDArray[np.float64]:

@@ -39,8 +39,11 @@ def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) ->
         return _stream(given, expected, samples=samples)
     if hasattr(given, "as_numpy_iterator") and hasattr(given, "element_spec"):
         return _tensorflow(given, expected, samples=samples)
-    if _is_torch_dataset(given):
-        if hasattr(given, "__len__") and not _defines_iter(given):
+    classes = type(given).__mro__
+    if any(each.__module__.startswith("torch.utils.data") for each in classes):
+        # A torch IterableDataset inherits a __getitem__ that always raises.
+        iterable = any(each.__name__ == "IterableDataset" for each in classes)
+        if hasattr(given, "__len__") and not iterable:
             return SourceData(SampleSource(given), seed)
         return _stream(given, expected, samples=samples)
     return None
@@ -169,15 +172,6 @@ def _is_loader(given: Any) -> bool:
 def _is_table(given: Any) -> bool:
     """Whether it is a Hugging Face dataset, in memory or streamed."""
     return hasattr(given, "column_names") and hasattr(given, "features")
-
-
-def _is_torch_dataset(given: Any) -> bool:
-    return any(each.__module__.startswith("torch.utils.data") for each in type(given).__mro__)
-
-
-def _defines_iter(given: Any) -> bool:
-    # A torch IterableDataset inherits a __getitem__ that always raises.
-    return any(each.__name__ == "IterableDataset" for each in type(given).__mro__)
 
 
 def _length(given: Any) -> int | None:

@@ -17,11 +17,9 @@ def _check_damaged(trial: Trial) -> str:
     checkpoint = trial.run.checkpoints / str(step)
     IN_CHECKPOINT[trial.fault](checkpoint)
     other = trial.folder / "explicit"
-    asked = trial.train(settings=[f"resume={checkpoint}"], run_dir=other)
-    asked.check_code(ExitCode.BAD_INPUT)
+    asked = trial.train(settings=[f"resume={checkpoint}"], run_dir=other, code=ExitCode.BAD_INPUT)
     asked.find(rf"error: .*{step} is damaged")
-    launched = trial.train()
-    launched.check_code(0)
+    launched = trial.train(code=0)
     found = launched.find(rf"the checkpoint \S*/{step} is damaged \((.+)\); it was renamed")
     went_on = int(launched.find(r"continuing after step (\d+)")[1])
     if went_on != before:
@@ -44,8 +42,7 @@ def _logs_too_large(trial: Trial) -> str:
 
 
 def _check_full_disk(trial: Trial) -> str:
-    launched = trial.train(inject=True)
-    launched.check_code(1)
+    launched = trial.train(inject=True, code=1)
     launched.find(r"error: the state after \d+ steps could not be saved")
     found = launched.find(r"a checkpoint takes up to (.+), and (.+) are free in")
     return trial.resumed(launched, f"exit code 1, needed {found[1]} and free {found[2]} named")
@@ -54,8 +51,7 @@ def _check_full_disk(trial: Trial) -> str:
 def _check_no_folder(trial: Trial) -> str:
     blocked = trial.folder / "file"
     blocked.write_text("A file, in which no folder can be made.\n", encoding="utf-8")
-    launched = trial.train(run_dir=blocked / "run")
-    launched.check_code(2)
+    launched = trial.train(run_dir=blocked / "run", code=2)
     launched.check_silent_about("compiling the step")
     if str(blocked) not in "\n".join(line.text for line in launched.lines):
         raise NotSurvived(f"the folder is not named: {launched.problem()}")

@@ -15,16 +15,14 @@ _JOIN_SECONDS = 3
 
 def _check_missing(trial: Trial) -> str:
     nprocs = trial.nprocs
-    launched = trial.train(*missing_peers(_JOIN_SECONDS))
-    launched.check_code(1)
+    launched = trial.train(*missing_peers(_JOIN_SECONDS), code=1)
     found = launched.find(rf"{nprocs} of {2 * nprocs} processes joined, missing (.+) after")
     return f"exit code 1 after {_JOIN_SECONDS} s, missing {found[1]} named"
 
 
 def _check_taken(trial: Trial) -> str:
     with taken_port() as port:
-        launched = trial.train(f"--coordinator=127.0.0.1:{port}")
-    launched.check_code(2)
+        launched = trial.train(f"--coordinator=127.0.0.1:{port}", code=2)
     launched.find(rf"error: .*\b{port}\b")
     text = "\n".join(line.text for line in launched.lines)
     who = f", process {os.getpid()} named" if re.search(rf"\b{os.getpid()}\b", text) else ""
@@ -34,15 +32,13 @@ def _check_taken(trial: Trial) -> str:
 def _check_devices(trial: Trial) -> str:
     mesh = trial.reference.plan["mesh"]
     size = mesh.get("data", 1) + 1
-    launched = trial.train(settings=["model.mesh_shape=null", f"mesh.data={size}"])
-    launched.check_code(2)
+    launched = trial.train(settings=["model.mesh_shape=null", f"mesh.data={size}"], code=2)
     launched.find(r"error: ")
     return f"exit code 2: {launched.problem().partition('error: ')[2]}"
 
 
 def _check_differing(trial: Trial) -> str:
-    launched = trial.train(inject=True)
-    launched.check_code(2)
+    launched = trial.train(inject=True, code=2)
     found = launched.find(rf"run\.seed is (\d+) in process 0 and {SEED} in process {trial.last}")
     return f"exit code 2 before compiling: {found[0]}"
 
@@ -65,8 +61,7 @@ def _check_resized(trial: Trial) -> str:
     layout = _other_layout(trial)
     assert layout is not None
     step = trial.prepare(checkpoints=2)
-    launched = trial.train(layout=trial.configuration.layout(*layout))
-    launched.check_code(0)
+    launched = trial.train(layout=trial.configuration.layout(*layout), code=0)
     launched.find(rf"continuing after step {step}\b")
     most = ROUNDING[trial.reference.plan["precision"]]
     difference = trial.run.difference(trial.reference)

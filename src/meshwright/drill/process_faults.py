@@ -22,16 +22,14 @@ def _check_killed(trial: Trial, rank: int) -> str:
 
 
 def _check_launcher_killed(trial: Trial) -> str:
-    launched = trial.train(inject=True)
-    launched.check_code(128 + signal.SIGKILL)
+    launched = trial.train(inject=True, code=128 + signal.SIGKILL)
     launched.stopped(STOP_SECONDS)
     launched.check_silent_about(_CALL_DUMP)
     return trial.resumed(launched, "no process left, the port is free")
 
 
 def _check_killed_saving(trial: Trial) -> str:
-    launched = trial.train("--restarts=6", inject=True)
-    launched.check_code(0)
+    launched = trial.train("--restarts=6", inject=True, code=0)
     kills = len(launched.injected)
     if kills < 2:
         raise NotSurvived(f"{kills} saves were interrupted")
@@ -40,8 +38,7 @@ def _check_killed_saving(trial: Trial) -> str:
 
 
 def _check_stopped(trial: Trial, name: str) -> str:
-    launched = trial.train("--restarts=3", inject=True)
-    launched.check_code(ExitCode.PREEMPTED)
+    launched = trial.train("--restarts=3", inject=True, code=ExitCode.PREEMPTED)
     # The step, which may be one that all agreed on, and the save before the end.
     run = trial.reference
     limit = STOP_SECONDS + 3 * run.step_seconds() + 5 * run.save_seconds()
@@ -91,8 +88,7 @@ def _check_exception(trial: Trial) -> str:
 
 def _check_crash_loop(trial: Trial) -> str:
     trial.prepare(checkpoints=2)
-    launched = trial.train("--restarts=10", inject=True)
-    launched.check_code(CRASH_CODE)
+    launched = trial.train("--restarts=10", inject=True, code=CRASH_CODE)
     launched.find(r"3 restarts without a new checkpoint: the cause has to be fixed")
     return trial.resumed(launched, _GIVEN_UP)
 

@@ -129,11 +129,12 @@ class Trial:
         settings: Sequence[str] = (),
         run_dir: Path | None = None,
         layout: Sequence[str] | None = None,
+        code: int | None = None,
     ) -> Launched:
         """Launch the run, wait for its end, and check what holds after every end.
 
         Flags and settings are further ones; ``layout`` has flags with other numbers of processes
-        and devices.
+        and devices. With a ``code``, raise unless it is the exit code.
         """
         own = self.configuration
         run_dir = self.run.path if run_dir is None else run_dir
@@ -162,6 +163,8 @@ class Trial:
             3600.0 if baseline is None else 120.0 + 10 * self.seconds,
         )
         self._check_end(launched, RunFolder(run_dir))
+        if code is not None:
+            launched.check_code(code)
         return launched
 
     def restarted(self, pattern: str, *flags: str, within: float = STOP_SECONDS) -> str:
@@ -170,8 +173,7 @@ class Trial:
         ``pattern`` is how the launcher names the process, the step and the cause, ``within`` some
         seconds.
         """
-        launched = self.train("--restarts=3", *flags, inject=True)
-        launched.check_code(0)
+        launched = self.train("--restarts=3", *flags, inject=True, code=0)
         seconds = launched.noticed(pattern, within)
         step = int(launched.find(_RESTART)[1] or 0)
         launched.check_none_lost(step)
@@ -180,8 +182,7 @@ class Trial:
 
     def resumed(self, ended: Launched, found: str) -> str:
         """Run the same command after a launch that ended, and check that nothing is lost."""
-        launched = self.train()
-        launched.check_code(0)
+        launched = self.train(code=0)
         step = int(launched.find(r"continuing after step (\d+)")[1])
         ended.check_none_lost(step)
         self.check_same()

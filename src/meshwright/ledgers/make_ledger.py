@@ -83,7 +83,11 @@ def read_ledger(
     # One device sends nothing, and the text of a large program takes a second to read.
     alone = all(size == 1 for size in mesh.values())
     found = [] if alone else read_collectives(program.partitioned, mesh)
-    stages = _by_stage(found, counts)
+    # What each pipeline stage sends; one list without stages.
+    stages = [
+        [replace(c, count=_times(c, counts, stage)) for c in found]
+        for stage in range(counts.num_stages if counts else 1)
+    ]
     needed = needed_by_stage(assembled, counts)
     platform = assembled.mesh.devices.flat[0].platform
     overlaps = read_overlaps(program, mesh, platform, lambda c, stage: _times(c, counts, stage))
@@ -178,14 +182,6 @@ def _times(collective: Collective, counts: OpCounts | None, stage: int) -> int:
     if counts is None:
         return collective.count
     return counts.times(collective.op_name, collective.count, stage)
-
-
-def _by_stage(collectives: list[Collective], counts: OpCounts | None) -> list[list[Collective]]:
-    """Return what each pipeline stage sends; one list without stages."""
-    return [
-        [replace(c, count=_times(c, counts, stage)) for c in collectives]
-        for stage in range(counts.num_stages if counts else 1)
-    ]
 
 
 def _traffic_over(

@@ -176,7 +176,8 @@ class _Painter:
         for (row, column), index in np.ndenumerate(devices):
             line, where = body + row_lines[row], left + 1 + column * (width + 1)
             if index == GAP:
-                label = _ellipsis(self.layout, row, column)
+                across, down = self.layout.columns[column] == GAP, self.layout.rows[row] == GAP
+                label = "⋱" if across and down else "…" if across else "⋮"
                 self._put(line, where, f"{label:>{width - 1}} ", "dim")
             elif index != EMPTY:
                 cell = self.layout.picture.cell(int(index))
@@ -223,11 +224,6 @@ def _weights(one: Indices, other: Indices, border: int, *, inside: int) -> Indic
     differ = (one != other) & (one != GAP) & (other != GAP)
     weight = np.where(differ, _HEAVY, inside)
     return np.where(outside == 2, 0, np.where(outside == 1, border, weight))
-
-
-def _ellipsis(layout: Layout, row: int, column: int) -> str:
-    across, down = layout.columns[column] == GAP, layout.rows[row] == GAP
-    return "⋱" if across and down else "…" if across else "⋮"
 
 
 def visible(size: int, most: int) -> list[int]:

@@ -138,7 +138,7 @@ class Heartbeat:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file, self._report = file, Report()
-        self._count = self._step = 0
+        self._count = self.step = 0
         self._doing = Doing.STARTING
         self._first = self._saved = -1
         self._saved_useful = 0.0
@@ -160,11 +160,6 @@ class Heartbeat:
     def launched(self) -> bool:
         """Whether a launcher of ours watches this process."""
         return self._file is not None
-
-    @property
-    def step(self) -> int:
-        """The step the process is at, or the last one."""
-        return self._step
 
     @property
     def useful(self) -> float:
@@ -196,7 +191,7 @@ class Heartbeat:
         self._count += 1
         self._doing, self._time = doing, now
         if step is not None:
-            self._step = step
+            self.step = step
         self._write()
 
     def tick(self) -> None:
@@ -232,7 +227,7 @@ class Heartbeat:
             0,
             self._count,
             self._doing,
-            self._step,
+            self.step,
             self._first,
             self._saved,
             self._saved_useful,

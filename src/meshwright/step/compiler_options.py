@@ -61,7 +61,9 @@ def collective_options(traced: TracedLoss, plan: Plan) -> dict[str, Any]:
         return {}
     if any(step.stacked for step in traced.layout.step_leaves):
         return _CARRIED_OVER
-    fences = _FENCED if _mostly_convolves(traced.closed.jaxpr) else {}
+    jaxpr = traced.closed.jaxpr
+    convolves = _count(jaxpr, "conv_general_dilated") > _count(jaxpr, "dot_general")
+    fences = _FENCED if convolves else {}
     elements = _largest_block(traced) / plan.size("tensor")
     if not elements:
         return fences
@@ -130,10 +132,6 @@ def evaluation_options(jaxpr: Jaxpr) -> dict[str, Any]:
     if _count(jaxpr, "conv_general_dilated"):
         return {}
     return {"xla_gpu_autotune_level": 0, **_BY_CUBLAS}
-
-
-def _mostly_convolves(jaxpr: Jaxpr) -> bool:
-    return _count(jaxpr, "conv_general_dilated") > _count(jaxpr, "dot_general")
 
 
 def _count(jaxpr: Jaxpr, primitive: str) -> int:

@@ -41,7 +41,8 @@ class Columns:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table as lines."""
-        widths = self._widths()
+        columns = zip(self.head, *(row for row in self.rows if row), strict=True)
+        widths = [max(cell_len(_plain(cell)) for cell in column) for column in columns]
         before = sum(widths[:-1]) + len(GAP) * (len(widths) - 1)
         wrappable = self.head[-1] not in self.right
         least = min(widths[-1], WRAPPED_WIDTH) if wrappable else widths[-1]
@@ -60,10 +61,6 @@ class Columns:
                 yield Text()
             if self.notes:
                 yield Indented(self.notes[number], style="dim")
-
-    def _widths(self) -> list[int]:
-        columns = zip(self.head, *(row for row in self.rows if row), strict=True)
-        return [max(cell_len(_plain(cell)) for cell in column) for column in columns]
 
     def _aligned(self, row: Sequence[Cell], widths: Sequence[int]) -> Text:
         line = Text()

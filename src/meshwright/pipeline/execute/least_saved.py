@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from meshwright.program.dims.op import nbytes_of
 from meshwright.program.evaluate.dependencies import inlined, inputs_of, needed_equations, variables
-from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.evaluator import Environment, enter_call
 from meshwright.program.jaxpr.equations import (
     REMATS,
     Atom,
@@ -16,7 +16,6 @@ from meshwright.program.jaxpr.equations import (
     Value,
     Var,
     aval_of,
-    called_jaxpr,
 )
 
 BARRIER = "optimization_barrier"
@@ -179,7 +178,7 @@ def _without_remat(eqn: Equation, env: Environment) -> list[Value] | None:
     steps of a sum, stays.
     """
     if eqn.primitive.name in REMATS:
-        return env.run(called_jaxpr(eqn), env.operands(eqn))
+        return enter_call(eqn, env)
     ties = eqn.primitive.name == BARRIER and len(eqn.invars) > 1
     return env.operands(eqn) if ties else None
 

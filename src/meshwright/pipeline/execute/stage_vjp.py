@@ -10,7 +10,7 @@ from jax import Array
 from meshwright.pipeline.execute.least_saved import BackwardHalves, least_saved, split_backward
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.program.evaluate.dependencies import inlined, needed_equations, variables
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
 from meshwright.program.jaxpr.equations import (
     ClosedJaxpr,
     Equation,
@@ -19,7 +19,6 @@ from meshwright.program.jaxpr.equations import (
     Var,
     aval_of,
     bind,
-    called_jaxpr,
     structs_of,
 )
 from meshwright.trees import PyTree, TreeDef
@@ -198,9 +197,7 @@ def _trace_forward(
 
 def _enter_differentiated(eqn: Equation, env: Environment) -> list[Value] | None:
     """Inline a function whose derivative has been taken already, so that it counts as cheap."""
-    if eqn.primitive.name != "custom_jvp_call":
-        return None
-    return env.run(called_jaxpr(eqn), env.operands(eqn))
+    return enter_call(eqn, env) if eqn.primitive.name == "custom_jvp_call" else None
 
 
 _CAST = "convert_element_type"

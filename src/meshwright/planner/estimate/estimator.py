@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -95,9 +95,6 @@ class Estimator:
         self._programs = TracedPrograms(loss, self._leaves, self._samples, precision)
         self._gradients = GradientPrograms(self._programs)
         self._states = ModelStates(self._programs, optimizer)
-        self._mixing = cache(
-            lambda precision: find_mixing(self._programs.classes(precision, "scan"))
-        )
         self._peaks: dict[Any, Peak] = {}
         self._parts: dict[Any, Mapping[int, int]] = {}
         self._seconds: dict[Any, tuple[float, float]] = {}
@@ -122,10 +119,10 @@ class Estimator:
         """Whether the model keeps statistics of the samples, such as the means of BatchNorm."""
         return self._programs.keeps_statistics
 
-    @property
+    @cached_property
     def sample_mixing(self) -> MixedSamplesError | None:
         """Where the loss mixes samples other than by sums; None if it does not."""
-        return self._mixing(self._precision)
+        return find_mixing(self._programs.classes(self._precision, "scan"))
 
     @property
     def has_rollouts(self) -> bool:

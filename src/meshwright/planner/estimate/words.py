@@ -141,9 +141,7 @@ def _more_time(slow: Estimate, fast: Estimate) -> str:
 
 def _cause(name: str) -> str:
     axis = name.removeprefix(_SENT_OVER)
-    if axis in MESH_AXES:
-        return f"of exposed {MESH_AXES[axis].sends}"
-    return _CAUSES[name]
+    return f"of exposed {MESH_AXES[axis].sends}" if axis in MESH_AXES else _CAUSES[name]
 
 
 _CAUSES = {

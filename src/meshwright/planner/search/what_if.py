@@ -1,7 +1,7 @@
 """The best plans for other hardware: more or fewer devices, more memory, faster links, batches."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from meshwright.hardware import Hardware
 from meshwright.mesh.axes import AXES, describe_sizes
 from meshwright.planner.estimate.estimate import Estimate, tied_with
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.search.candidates import FixedSettings, PlanTask, Sizes, all_sizes
+from meshwright.planner.search.candidates import FixedSettings, PlanTask, all_sizes
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.text.units import human_bytes, human_seconds
 
@@ -232,20 +232,16 @@ def _nearest(estimator: Estimator, result: SearchResult, changes: Changes) -> Wh
 
 def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Estimate | None:
     """Return the best plan after a change, with the same mesh if it ties; None if none fits."""
-    plans = search(estimator, task, top=1, meshes=list(_near(result))).plans
+    # A change may favour meshes that are ranked, slower, or a little too large.
+    near = (*result.plans, *result.slower()[:NEAREST], *result.too_large()[:NEAREST])
+    meshes = [{axis: estimate.plan.size(axis) for axis in AXES} for estimate in near]
+    plans = search(estimator, task, top=1, meshes=meshes).plans
     if not plans:
         return None
     mesh = {axis: result.best.plan.size(axis) for axis in AXES}
     own = search(estimator, task, top=1, meshes=[mesh]).plans
     limit = tied_with(plans[0].time.step)
     return own[0] if own and own[0].time.step <= limit else plans[0]
-
-
-def _near(result: SearchResult) -> Iterator[Sizes]:
-    """Yield the meshes that a change may favour: ranked, slower, or a little too large."""
-    slower, large = result.slower()[:NEAREST], result.too_large()[:NEAREST]
-    for estimate in (*result.plans, *slower, *large):
-        yield {axis: estimate.plan.size(axis) for axis in AXES}
 
 
 def _memory(task: PlanTask) -> Changes:

@@ -44,11 +44,7 @@ class Timeline:
         self.lifetimes = lifetimes
         self.start = np.array([each.start for each in lifetimes])
         self.end = np.array([each.end for each in lifetimes])
-        self._sizes = SizeTable([each.array for each in lifetimes], [e.copied for e in lifetimes])
-
-    def sizes(self, sizes: DeviceSizes) -> np.ndarray:
-        """Return the bytes of each array on one device."""
-        return self._sizes.nbytes(sizes)
+        self.sizes = SizeTable([each.array for each in lifetimes], [e.copied for e in lifetimes])
 
 
 def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
@@ -135,7 +131,7 @@ def working_in(
     ]
     if not kept:
         return 0.0
-    return float(_live(timeline.sizes(sizes)[kept], start[kept], end[kept]).max())
+    return float(_live(timeline.sizes.nbytes(sizes)[kept], start[kept], end[kept]).max())
 
 
 def peak_of(timeline: Timeline, sizes: DeviceSizes, summed: float = 0.0) -> Peak:
@@ -147,7 +143,7 @@ def peak_of(timeline: Timeline, sizes: DeviceSizes, summed: float = 0.0) -> Peak
     lifetimes, start, end = timeline.lifetimes, timeline.start, timeline.end
     if not lifetimes:
         return Peak(0.0, dict.fromkeys(USES, 0.0))
-    nbytes = timeline.sizes(sizes)
+    nbytes = timeline.sizes.nbytes(sizes)
     if summed:
         sums = [not each.array.classes & sizes.batch for each in lifetimes]
         nbytes = np.where(np.isclose(nbytes, summed) & sums, 0.0, nbytes)
