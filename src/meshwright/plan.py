@@ -10,18 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from meshwright.config.argument_checks import check_kind
 from meshwright.config.base import Frozen
 from meshwright.config.batch import Batch, check_file_batch
-from meshwright.config.microbatches import (
-    check_sync,
-    nearest_microbatches,
-    solve_pipeline_batch,
-)
-from meshwright.config.schema import (
-    Config,
-    KernelChoice,
-    PipelineConfig,
-    Precision,
-    ShardingConfig,
-)
+from meshwright.config.microbatches import check_sync, nearest_microbatches, solve_pipeline_batch
+from meshwright.config.schema import Config, KernelChoice, PipelineConfig, Precision, ShardingConfig
 from meshwright.errors import Setting, UserError, yaml_line
 from meshwright.mesh.axes import (
     CONTEXT,
@@ -207,9 +197,7 @@ def make_plan(config: Config, num_devices: int) -> Plan:
     blocks = config.model.arguments().get("num_blocks")
     try:
         sizes = resolve_mesh(
-            mesh_sizes(config),
-            num_devices,
-            num_blocks=blocks if isinstance(blocks, int) else None,
+            mesh_sizes(config), num_devices, num_blocks=blocks if isinstance(blocks, int) else None
         )
     except UserError as error:
         if config.plan is None:

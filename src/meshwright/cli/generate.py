@@ -21,6 +21,7 @@ from meshwright.text.units import counted
 MAX_NEW_TOKENS = 256
 _NUMBERS = ("temperature", "top-p", "min-p", "repetition-penalty")
 _COUNTS = ("top-k", "min-new-tokens")
+_ASKED = ("messages", "prompt", "tokens")
 _KEYS = {"prompt": str, "tokens": list, "messages": list}
 _EXAMPLE = '{"prompt": "Once"}, {"tokens": [1, 2]} or {"messages": [{"role": "user", …}]}'
 
@@ -167,7 +168,8 @@ def _file(
     left = [number for number in range(len(prompts)) if number not in done]
     if done:
         output.say(f"{len(done):,} of {counted(len(prompts), 'prompt')} were written before")
-    read = [Prompt(n, generator.check(n, _asked(prompts[n]))) for n in left]
+    asked = {n: next(prompts[n][key] for key in _ASKED if key in prompts[n]) for n in left}
+    read = [Prompt(n, generator.check(n, prompt)) for n, prompt in asked.items()]
     size, started, tokens = max(1, generator.batch_size // generator.samples), time.monotonic(), 0
     with activity("generating") as progress, _opened(arguments, output) as write:
         for start in range(0, len(read), size):
@@ -204,11 +206,6 @@ def _say_kept(arguments: Arguments, output: Output, count: int, total: int) -> N
         f"{count:,} of {counted(total, 'prompt')} are done"
         + (f" and in {kept}; the same command continues there" if kept else "; --out keeps them")
     )
-
-
-def _asked(prompt: dict[str, Any]) -> Any:
-    """Return what a line of a file asks to continue."""
-    return next(prompt[key] for key in ("messages", "prompt", "tokens") if key in prompt)
 
 
 def _written(arguments: Arguments, output: Output) -> dict[int, Any]:

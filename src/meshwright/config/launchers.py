@@ -299,10 +299,7 @@ KUBERNETES = Launcher(
 )
 JAX = Launcher(
     "JAX",
-    {
-        "rank": ("JAX_PROCESS_ID",),
-        "world_size": ("JAX_NUM_PROCESSES",),
-    },
+    {"rank": ("JAX_PROCESS_ID",), "world_size": ("JAX_NUM_PROCESSES",)},
     address=_jax_address,
     # As for JAX itself: a process uses all GPUs it sees.
     whole_node=True,

@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import clear_arguments
 from meshwright.data.chat_rows import ASSISTANT, CONVERT, ChatEncoder, ChatText, LossOn
-from meshwright.data.chat_template import (
-    ChatTemplate,
-    no_template,
-    read_template,
-    special_tokens,
-)
+from meshwright.data.chat_template import ChatTemplate, no_template, read_template, special_tokens
 from meshwright.data.corrupt import OnCorrupt, with_count
 from meshwright.data.document_marks import files_of
 from meshwright.data.documents import Document

@@ -20,6 +20,9 @@ from meshwright.data.streams import READ_AGAIN, IterableData
 from meshwright.errors import UserError
 from meshwright.text.units import a_type
 
+_OF_LOADERS = ("dataset", "batch_size", "collate_fn", "__iter__")
+"""What PyTorch's `DataLoader` is recognized by."""
+
 
 def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) -> Data | None:
     """Return a dataset of another library as `Data`; None if it is not one.
@@ -28,7 +31,7 @@ def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) ->
     """
     if "grain" in sys.modules and (found := _grain(given, expected, samples=samples)) is not None:
         return found
-    if _is_loader(given):
+    if all(hasattr(given, name) for name in _OF_LOADERS):
         return _loader(given, expected)
     if isinstance(given, Mapping) and given and all(map(_is_table, given.values())):
         raise _several_splits(given)
@@ -162,11 +165,6 @@ def _stream(
 def _read(given: Any, opener: Any, *, once: bool = False, again: str = READ_AGAIN) -> IterableData:
     name = f"the {type(given).__name__}"
     return IterableData(open=opener, name=name, once=once, repeat=not once, again=again)
-
-
-def _is_loader(given: Any) -> bool:
-    """Whether it is a PyTorch `DataLoader`."""
-    return all(hasattr(given, name) for name in ("dataset", "batch_size", "collate_fn", "__iter__"))
 
 
 def _is_table(given: Any) -> bool:

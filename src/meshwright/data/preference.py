@@ -191,11 +191,7 @@ def _common(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[lis
 
 
 def _fitting(
-    tokens: NDArray[Any],
-    boundaries: NDArray[np.int64],
-    length: int,
-    too_long: TooLong,
-    name: str,
+    tokens: NDArray[Any], boundaries: NDArray[np.int64], length: int, too_long: TooLong, name: str
 ) -> NDArray[np.int64]:
     """Return the numbers of the pairs to use, and tell about the others."""
     longest = np.diff(boundaries).reshape(-1, 2).max(axis=1)

@@ -16,11 +16,7 @@ from numpy.typing import NDArray
 from meshwright.config.argument_checks import check_count, clear_arguments, wrong_kind
 from meshwright.errors import UserError, argument
 from meshwright.generation.make_decoder import how_decoded
-from meshwright.generation.model_facts import (
-    half_precision,
-    position_limit,
-    vocabulary_of,
-)
+from meshwright.generation.model_facts import half_precision, position_limit, vocabulary_of
 from meshwright.generation.row_placement import RowPlacement, placement_of
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.text_settings import TextSettings, TextTokens, read_text_settings

@@ -172,11 +172,7 @@ def _choose(method: Method, numbers: Numbers, logits: Array, rows: Rows) -> tupl
         seen = seen.at[jnp.arange(len(token)), token].max(going)
     ended = jnp.asarray(numbers.stops)[token] | (count >= rows.limit)
     moved = rows._replace(
-        token=token,
-        position=rows.position + going,
-        new=count,
-        done=rows.done | ended,
-        seen=seen,
+        token=token, position=rows.position + going, new=count, done=rows.done | ended, seen=seen
     )
     return moved, NewTokens(chosen, going)
 

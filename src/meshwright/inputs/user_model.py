@@ -62,7 +62,9 @@ def call_with_rngs(builder: Builder, arguments: dict[str, Any]) -> ModelSource:
             f"the model is {shorten(builder)}, of type {type(builder).__name__}",
             fix="write an NNX module, or a function that builds one: lambda rngs: Net(rngs=rngs)",
         )
-    parameters = {} if _takes_nothing(builder) else parameters_of(builder)
+    # A class without an `__init__` of its own takes no arguments.
+    bare = isinstance(builder, type) and builder.__init__ is object.__init__
+    parameters = {} if bare else parameters_of(builder)
     if "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return lambda rngs: builder(**arguments, rngs=rngs)
     required = [
@@ -108,8 +110,3 @@ def _check_model(model: Any) -> Any:
             fix="return an NNX module, a dict of them, or a Linen module",
         )
     return model
-
-
-def _takes_nothing(builder: Any) -> bool:
-    """Whether a class has no ``__init__`` of its own, so that it takes no arguments."""
-    return isinstance(builder, type) and builder.__init__ is object.__init__

@@ -13,11 +13,7 @@ TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replic
 Rejection = tuple[Candidate, Candidate | None]
 """A rejected candidate and the rival that ruled it out, if any."""
 
-_JOINED: Mapping[str, str] = {
-    "contract": "contracted",
-    "reduce": "reduced",
-    "gather": "gathered",
-}
+_JOINED: Mapping[str, str] = {"contract": "contracted", "reduce": "reduced", "gather": "gathered"}
 """How the parts of a sharded dim are joined, by kind of event; the first that occurs counts."""
 
 

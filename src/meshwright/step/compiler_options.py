@@ -108,8 +108,8 @@ def product_options(jaxpr: Jaxpr, kernels: Kernels) -> dict[str, Any]:
     if any(_batched_products(jaxpr, kernels)):
         return {}
     found = (region.kernel for region in kernels.regions.values())
-    by_rows = any(isinstance(one, AttentionKernel) and one.by_rows for one in found)
-    return _APART if by_rows else _BY_CUBLAS
+    names = (x.name for x in found if isinstance(x, AttentionKernel) and x.operands.function)
+    return _APART if "xla" in names else _BY_CUBLAS
 
 
 def _batched_products(jaxpr: Jaxpr, kernels: Kernels) -> Iterator[Equation]:

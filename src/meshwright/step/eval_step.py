@@ -123,10 +123,7 @@ def _check_rows(arrays: Sequence[Any], samples: int) -> None:
 
 
 def _lower(
-    assembled: Assembled,
-    run: Callable[..., Any],
-    batch: Sequence[Any],
-    options: dict[str, Any],
+    assembled: Assembled, run: Callable[..., Any], batch: Sequence[Any], options: dict[str, Any]
 ) -> Any:
     replicated = NamedSharding(assembled.mesh, PartitionSpec())
     leaves = assembled.step.leaf_values(assembled.step.abstract_state())

@@ -51,7 +51,7 @@ class Trackers(Tracker):
 
     def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Pass the metrics to each tracker as plain numbers."""
-        numbers = {name: _number(value) for name, value in values.items()}
+        numbers = {n: v if isinstance(v, int) else float(v) for n, v in values.items()}
         self._each(step, lambda tracker: tracker.log(split, step, numbers))
 
     def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
@@ -82,10 +82,6 @@ class Trackers(Tracker):
             self.event("warning", step, message, {"tracker": name})
             if not self._trackers:
                 logger.warning("%s", mask_text(message))
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, int) else float(value)
 
 
 MAX_QUEUED = 10_000

@@ -138,7 +138,9 @@ class EarlyStopping(Callback):
         if mode not in ("min", "max", None):
             raise UserError(f"mode={mode!r} is not known", fix='write mode="min" or mode="max"')
         self._patience, self._min_delta, self.metric = patience, min_delta, metric
-        self._sign = -1.0 if (mode or _better(metric)) == "max" else 1.0
+        lower = metric.lower()
+        grows = lower.startswith("reward") or "accuracy" in lower
+        self._sign = -1.0 if (mode == "max" if mode else grows) else 1.0
         self._best = math.inf
         self._bad_evaluations = 0
 
@@ -165,11 +167,6 @@ class EarlyStopping(Callback):
             f"{counted(self._bad_evaluations, 'evaluation')} in which {self.metric} was not "
             f"{margin}{side} {self._sign * self._best:.4f}, the best so far"
         )
-
-
-def _better(metric: str) -> str:
-    """Return whether lower or higher values of a metric are better, by its name."""
-    return "max" if metric.lower().startswith("reward") or "accuracy" in metric.lower() else "min"
 
 
 class OnMetrics(Callback):

@@ -15,11 +15,7 @@ from meshwright.runtime.versions import package_versions
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState, copied
 from meshwright.step.train_step import HALTED
-from meshwright.trainer.incidents.not_finite import (
-    StepValues,
-    bad_step_error,
-    wrong_numbers,
-)
+from meshwright.trainer.incidents.not_finite import StepValues, bad_step_error, wrong_numbers
 from meshwright.trainer.incidents.recovery import cleared
 from meshwright.trainer.programs import Programs, compile_step
 from meshwright.trainer.run_progress import ALL_DONE

@@ -42,7 +42,8 @@ class ModelStates:
     def __init__(self, programs: TracedPrograms, optimizer: optax.GradientTransformation) -> None:
         self._programs, self._optimizer = programs, optimizer
         self.tensor_sizes = functools.cache(self._find_tensor_sizes)
-        self._tensor = functools.cache(self._choose_tensor)
+        classes = programs.classes
+        self._tensor = functools.cache(lambda p, b, n: choose_tensor_dims(classes(p, b), n))
         self._reads = functools.cache(lambda *program: read_weights(programs.traced(*program)))
         self._events = functools.cache(self._find_events)
         self.attention = functools.cache(self._find_attention)
@@ -93,11 +94,6 @@ class ModelStates:
         """Return the sizes of a tensor axis, up to 64, that divide the dims it would shard."""
         classes = self._programs.classes(precision, "scan")
         return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
-
-    def _choose_tensor(
-        self, precision: Precision, blocks: Blocks | None, size: int
-    ) -> TensorChoice:
-        return choose_tensor_dims(self._programs.classes(precision, blocks), size)
 
     def _place(self, plan: Plan) -> PlacedState:
         sizes = _model_sizes(plan)

@@ -113,6 +113,7 @@ def make_report(
     mistakes = find_anti_patterns(estimator, best, None, task.memory_share)
     if not task.fixed.mesh:
         mistakes = [each for each in mistakes if each.name not in OF_MESHES]
+    meshes = list(islice(all_sizes(task.hardware.count, task.fixed.mesh), 2))
     return PlanReport(
         name=name,
         num_parameters=estimator.num_parameters,
@@ -126,16 +127,11 @@ def make_report(
         comparison=[] if compared is None else _comparison(estimator, best, compared, task),
         other=compared,
         points=points,
-        changes=what_ifs(estimator, result) if _has_choice(task) else [],
+        changes=what_ifs(estimator, result) if len(meshes) > 1 else [],
         budget=None if goal is None else goal.budget(best, tokens),
         fewer=fewer_devices(task, best, points),
         remarks=remarks,
     )
-
-
-def _has_choice(task: PlanTask) -> bool:
-    """Whether there are several meshes of the devices with the sizes that the user has set."""
-    return len(list(islice(all_sizes(task.hardware.count, task.fixed.mesh), 2))) > 1
 
 
 def _compared(estimator: Estimator, task: PlanTask) -> Estimate:

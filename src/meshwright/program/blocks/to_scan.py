@@ -20,14 +20,7 @@ from meshwright.program.blocks.connections import read_atom, with_even_connectio
 from meshwright.program.blocks.prove_equal import Column, Name, RolledBlockList, roll_block_list
 from meshwright.program.blocks.rows import RowBlocks, Rows, array_of, roll_rows
 from meshwright.program.evaluate.evaluator import Evaluator
-from meshwright.program.jaxpr.equations import (
-    Atom,
-    Equation,
-    Literal,
-    Var,
-    aval_of,
-    name_stack,
-)
+from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of, name_stack
 from meshwright.program.jaxpr.names import rename_module
 from meshwright.program.trace.layout import Layout, stacked_layout
 from meshwright.program.trace.traced_loss import TracedLoss

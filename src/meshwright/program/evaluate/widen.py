@@ -25,10 +25,7 @@ _PROGRAMS = {
     **{name: {"update_jaxpr": "update_consts"} for name in _SCATTERS},
     "reduce": {"jaxpr": "consts"},
     "reduce_window": {"jaxpr": "consts"},
-    "select_and_scatter": {
-        "select_jaxpr": "select_consts",
-        "scatter_jaxpr": "scatter_consts",
-    },
+    "select_and_scatter": {"select_jaxpr": "select_consts", "scatter_jaxpr": "scatter_consts"},
 }
 """By primitive, the parameters that are programs, and where the constants of each are."""
 

@@ -47,7 +47,8 @@ def rows_attention(function: ScoreFunction, allowed: Allowed) -> Attend:
         means = (out.astype(wide) * given.astype(wide)).sum(-1, keepdims=True)
         by_head = (_by_head(x, heads) for x in (query, key, value, given, means))
         query, key, value, given, means = by_head
-        learned = [n for n, x in enumerate(leaves) if function.learned and _is_real(x)]
+        reals = [n for n, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        learned = reals if function.learned else []
         found: list[Any] = []
         for part in _parts(function, allowed, query, key):
             own, of_out = part.queries(query), part.queries(given)
@@ -156,7 +157,3 @@ def _by_position(array: Any) -> Any:
     """Return [B, T, K·G, C] of [B, K, G, T, C]."""
     array = array.transpose(0, 3, 1, 2, 4)
     return array.reshape(*array.shape[:2], -1, array.shape[-1])
-
-
-def _is_real(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -24,11 +24,7 @@ from meshwright.program.kernels.context_attention import (
 )
 from meshwright.program.kernels.fused_attention import AttentionKernel, check_kernel
 from meshwright.program.kernels.match_attention import makes_weights, match_attention
-from meshwright.program.kernels.match_loss import (
-    is_differentiable,
-    match_loss,
-    projections,
-)
+from meshwright.program.kernels.match_loss import is_differentiable, match_loss, projections
 from meshwright.program.kernels.match_recurrence import match_recurrence
 from meshwright.program.kernels.match_rowwise import (
     RowwiseMatch,

@@ -50,11 +50,6 @@ class AttentionKernel:
     exchange: AttentionLayouts | None = None
     planned: bool = False
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether the compiler multiplies the queries of a part of a row with keys."""
-        return self.name == "xla" and self.operands.function is not None
-
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
         """Return the result of the second product."""
         form = self.name if env.evaluator.weights.casts else "xla"

@@ -168,7 +168,8 @@ class LoopWeights:
                 operands[number] = self._split(operands[number], dim, env)
                 dims[number] = dim
         results = _for_each(run, operands, dims, read.result)
-        return [_join(x, read.result) for x in results]
+        dim = read.result
+        return [x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) for x in results]
 
     def _split(self, value: Value, dim: int, env: Environment) -> Value:
         """Return samples in rows; those who read the same value add up their gradients in rows."""
@@ -205,8 +206,3 @@ def _for_each(run: Run, operands: list[Value], dims: dict[int, int], out_dim: in
         return run(*(own[numbers.index(n)] if n in dims else x for n, x in enumerate(operands)))
 
     return jax.vmap(of_rows, tuple(dims.values()), out_dim)(*(operands[n] for n in numbers))
-
-
-def _join(value: Value, dim: int) -> Value:
-    """Merge the rows of samples into one dim."""
-    return value.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])

@@ -215,11 +215,7 @@ def _scoped(method: Callable[..., Any], registry: _Registry, policy: Policy) -> 
         bound = method.__get__(self, type(self))
         if not path:
             return bound(*args, **kwargs)
-        with (
-            jax.named_scope(MODULE_MARK + path),
-            registry.running(path),
-            policy.inside_module(),
-        ):
+        with jax.named_scope(MODULE_MARK + path), registry.running(path), policy.inside_module():
             args, kwargs = policy.on_entry((args, kwargs))
             try:
                 out = bound(*args, **kwargs)

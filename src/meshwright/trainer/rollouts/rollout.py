@@ -22,12 +22,7 @@ from meshwright.program.trace.adapters import PREFIX
 from meshwright.rewards.reward_set import RewardSet, read_rewards
 from meshwright.runtime.activity import activity
 from meshwright.step.state import TrainState
-from meshwright.tasks.grpo import (
-    GRPO,
-    group_advantages,
-    reference_log_probs,
-    token_log_probs,
-)
+from meshwright.tasks.grpo import GRPO, group_advantages, reference_log_probs, token_log_probs
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.evaluating.evaluation import EVAL_SAMPLES, predict
 from meshwright.trainer.programs import Programs
