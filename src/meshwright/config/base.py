@@ -36,9 +36,9 @@ class Frozen(BaseModel, metaclass=_Explaining):
     @classmethod
     def _refuse_true_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         # In Python True equals 1, so `mesh.fsdp=true` would mean no sharding at all.
-        if isinstance(value, bool) and _is_number(
-            cls.model_fields[info.field_name or ""].annotation
-        ):
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        allowed = (annotation, *typing.get_args(annotation))
+        if isinstance(value, bool) and any(option in (int, float) for option in allowed):
             in_python = current_spelling() is Spelling.PYTHON
             words = "True or False" if in_python else "true or false"
             raise ValueError(f"input should be a number, not {words}")
@@ -140,10 +140,6 @@ def shorten(value: object, limit: int = 60) -> str:
     """Return a value's text, cut if it is too long for a message."""
     text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _is_number(annotation: Any) -> bool:
-    return any(option in (int, float) for option in (annotation, *typing.get_args(annotation)))
 
 
 def nested_schema(annotation: Any) -> type[BaseModel] | None:

@@ -5,10 +5,10 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -81,8 +81,9 @@ class JsonLines(RecordFiles):
     def read_file(self, file: Path, start: Position) -> Iterator[RawBlock]:
         """Yield some lines at a time; a position is the byte and the number of the next line."""
         place, number = start or (0, 1)
+        unzip: Any = gzip.open if file.suffix == ".gz" else nullcontext
         try:
-            with open(file, "rb") as raw, _plain(file, raw) as content:
+            with open(file, "rb") as raw, unzip(raw) as content:
                 size = max(os.fstat(raw.fileno()).st_size, 1)
                 content.seek(place)
                 while lines := content.readlines(BLOCK_BYTES):
@@ -100,10 +101,6 @@ class JsonLines(RecordFiles):
             return json.loads(raw)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"it is not JSON: {error}") from error
-
-
-def _plain(file: Path, raw: BinaryIO) -> AbstractContextManager[Any]:
-    return gzip.open(raw) if file.suffix == ".gz" else nullcontext(raw)
 
 
 BATCH_BYTES = 2**21

@@ -67,18 +67,20 @@ def given(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kernels"),
+    ("kind", "kernels", "remat"),
     [
-        ("distances", "none"),
-        ("distances", "xla"),
-        pytest.param("slopes", "none", marks=pytest.mark.full),
-        ("slopes", "xla"),
-        ("shared", "none"),
-        pytest.param("shared", "xla", marks=pytest.mark.full),
+        ("distances", "none", "none"),
+        ("distances", "xla", "none"),
+        pytest.param("slopes", "none", "none", marks=pytest.mark.full),
+        ("slopes", "xla", "none"),
+        ("shared", "none", "dots"),
+        ("shared", "xla", "full"),
+        pytest.param("shared", "xla", "none", marks=pytest.mark.full),
     ],
 )
-def test_gradients_of_the_weights_alone_are_reduced(kind, kernels):
-    own = assembled(*given(kind), kernels, wide=False, mesh="data=4")
+def test_gradients_of_the_weights_alone_are_reduced(kind, kernels, remat):
+    sharding = mw.ShardingConfig(remat=remat)
+    own = assembled(*given(kind), kernels, wide=False, mesh="data=4", sharding=sharding)
     assert 0.99 <= make_ledger(own, given(kind)[2]).axes["data"].ratio <= 1.01
 
 

@@ -44,7 +44,9 @@ class TracedPrograms:
         self.program = functools.cache(self._make_program)
         self.cut = functools.cache(self._make_cut)
         self.classes = functools.cache(lambda *program: dim_classes(self.traced(*program)))
-        self.flops_per_sample = functools.cache(self._count_flops)
+        # The arithmetic of one sample, both passes.
+        flops = lambda p: count_flops(self.program(p, "unroll").traced) / SAMPLES  # noqa: E731
+        self.flops_per_sample = functools.cache(flops)
         self._ordered = functools.cache(self._order_by_stage)
 
     @functools.cached_property
@@ -106,10 +108,6 @@ class TracedPrograms:
         """Return the program whose blocks run this way; None for one in any number of stages."""
         made = self.cut(precision) if blocks is None else self.program(precision, blocks)
         return made.traced
-
-    def _count_flops(self, precision: Precision) -> float:
-        """Return the arithmetic of one sample, both passes."""
-        return count_flops(self.program(precision, "unroll").traced) / SAMPLES
 
 
 def blocks_of(plan: Plan) -> Blocks:

@@ -110,7 +110,9 @@ class _Part:
 
     def scores(self, products: Any, leaves: Sequence[Any]) -> Any:
         """Return the function of products [B, K, G·R, S']."""
-        leaves = [self._cut(self._cut(x, 2, self.rows), 3, self.seen) for x in leaves]
+        for dim, part in ((2, self.rows), (3, self.seen)):
+            at = (*[slice(None)] * dim, part)
+            leaves = [x[at] if x.shape[dim] > 1 else x for x in leaves]
         at = jnp.arange(self.size[0])[self.rows, None], jnp.arange(self.size[1])[None, self.seen]
         wide = products.astype(jnp.promote_types(products.dtype, jnp.float32))
         wide = wide.reshape(len(wide), -1, self.rows.stop - self.rows.start, wide.shape[-1])
@@ -124,12 +126,6 @@ class _Part:
             return self.scores(products, list(read.values()))
 
         return jax.vjp(scored, products, *(leaves[n] for n in learned))
-
-    def _cut(self, leaf: Any, dim: int, part: slice) -> Any:
-        """Return a part of a dim, unless its size is 1."""
-        return (
-            lax.slice_in_dim(leaf, part.start, part.stop, axis=dim) if leaf.shape[dim] > 1 else leaf
-        )
 
 
 def _parts(function: ScoreFunction, allowed: Allowed, query: Any, key: Any) -> Iterator[_Part]:

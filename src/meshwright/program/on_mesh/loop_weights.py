@@ -10,7 +10,6 @@ of what is larger than the weights it is computed from: only gradients of these 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -35,9 +34,6 @@ from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype, recor
 
 Run = Callable[..., list[Value]]
 """A function of the arrays that an equation reads."""
-
-
-_NONE: Mapping[Var, Value] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +105,7 @@ class LoopWeights:
         return self.rows.get(atom) if computed is None else computed.value
 
     def _compute_rows(
-        self, eqn: Equation, env: Environment, given: Mapping[Var, Value] = _NONE
+        self, eqn: Equation, env: Environment, given: Mapping[Var, Value] | None = None
     ) -> None:
         """Compute the rows of what an equation computes from weights alone, some of them given."""
 
@@ -125,13 +121,15 @@ class LoopWeights:
             env.copies[Rows, variable] = Rows(value, tuple(self.reads.batch_axes))
 
     def _operands(
-        self, eqn: Equation, env: Environment, given: Mapping[Var, Value] = _NONE
+        self, eqn: Equation, env: Environment, given: Mapping[Var, Value] | None = None
     ) -> tuple[list[Value], list[int]]:
         """Return an equation's operands, and which of them are rows."""
         in_param_dtype, cast = operands_in_param_dtype(eqn, env), env.evaluator.weights.cast
         operands, rows = env.operands(eqn, in_param_dtype), list[int]()
         for number, atom in enumerate(eqn.invars):
-            own = None if isinstance(atom, Literal) else given.get(atom, self._row(atom, env))
+            own = (
+                None if isinstance(atom, Literal) else (given or {}).get(atom, self._row(atom, env))
+            )
             if own is None:
                 continue
             operands[number] = own if number in in_param_dtype else cast(own, aval_of(atom).dtype)

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -18,7 +19,7 @@ from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import variables_read
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rows, Rule
 from meshwright.program.evaluate.half_functions import HalfFunctions
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import GatherSpecs, Weights, WeightUse
@@ -41,7 +42,7 @@ from meshwright.program.on_mesh.mesh_rules import (
     rearrange_weight,
 )
 from meshwright.program.on_mesh.remat import Remat
-from meshwright.program.on_mesh.run_blocks import BlockRunner
+from meshwright.program.on_mesh.run_blocks import BlockRunner, RowsOf
 from meshwright.program.on_mesh.shared_inputs import SharedInput, SharedInputs
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 
@@ -98,14 +99,17 @@ class _Blocks(BlockRunner):
     Weights are gathered inside of each block, or prepared for use before it.
     """
 
-    def arguments(self, block: BlockSegment, env: Environment) -> dict[Var, Value]:
+    def arguments(self, block: BlockSegment, env: Environment) -> dict[Any, Value]:
         """Return what a block reads: weights as they are stored if it gathers them, or prepared."""
         uses = env.evaluator.weights.uses
         if self.remat.gather_per_block:
             reads = dict.fromkeys(uses[v].leaf if v in uses else v for v in block.reads)
-            return {v: env.values[v] if v in uses else env.value(v) for v in reads}
-        reads = _reads_casts(block, env.evaluator.weights)
-        return {v: env.in_param_dtype(v) if v in uses else env.value(v) for v in reads}
+            values = {v: env.values[v] if v in uses else env.value(v) for v in reads}
+        else:
+            reads = _reads_casts(block, env.evaluator.weights)
+            values = {v: env.in_param_dtype(v) if v in uses else env.value(v) for v in reads}
+        found = {v: rows for v in reads if (rows := env.rows(v)) is not None}
+        return {**values, **{RowsOf(v, rows.axes): rows.value for v, rows in found.items()}}
 
     def gathered(self, block: BlockSegment, weights: Weights) -> Collection[Var]:
         """Return the stored weights of a block, if it gathers them."""
@@ -113,12 +117,16 @@ class _Blocks(BlockRunner):
         sharded = any(use.specs is not None for use in reads)
         return {use.leaf for use in reads} if self.remat.gather_per_block and sharded else ()
 
-    def inside(self, arguments: Mapping[Var, Value], evaluator: Evaluator) -> Environment:
+    def inside(self, arguments: Mapping[Any, Value], evaluator: Evaluator) -> Environment:
         """Return the environment of a block, which has prepared weights if it gathers none."""
         uses = () if self.remat.gather_per_block else evaluator.weights.uses
-        values = {v: x for v, x in arguments.items() if v not in uses}
-        prepared = {v: x for v, x in arguments.items() if v in uses}
-        return Environment(evaluator, values, prepared)
+        own = [v for v in arguments if not isinstance(v, RowsOf)]
+        values = {v: arguments[v] for v in own if v not in uses}
+        prepared = {v: arguments[v] for v in own if v in uses}
+        inner = Environment(evaluator, values, prepared)
+        for rows in set(arguments).difference(own):
+            inner.copies[Rows, rows.variable] = Rows(arguments[rows], rows.axes)
+        return inner
 
 
 def _with_inputs(segment: Segment, kernels: Kernels) -> Segment:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,13 @@ Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """Evaluates a block: from sharded weights and other values to its results."""
 
 
+class RowsOf(NamedTuple):
+    """Says that an argument of a block is the copies of a variable, and what shards them."""
+
+    variable: Var
+    axes: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class BlockRunner(ABC):
     """Evaluates the segments of a program in order, each block under the checkpoint policy.
@@ -52,7 +59,7 @@ class BlockRunner(ABC):
     prevent_cse: bool = True
 
     @abstractmethod
-    def arguments(self, block: BlockSegment, env: Environment) -> dict[Var, Value]:
+    def arguments(self, block: BlockSegment, env: Environment) -> dict[Any, Value]:
         """Return what a block is called with, by variable."""
 
     @abstractmethod
@@ -60,7 +67,7 @@ class BlockRunner(ABC):
         """Return the arguments that are sharded weights which the block gathers one block ahead."""
 
     @abstractmethod
-    def inside(self, arguments: Mapping[Var, Value], evaluator: Evaluator) -> Environment:
+    def inside(self, arguments: Mapping[Any, Value], evaluator: Evaluator) -> Environment:
         """Return the environment that a block with these arguments is evaluated in."""
 
     def run(self, segments: Sequence[Segment], env: Environment) -> None:
@@ -99,7 +106,7 @@ class BlockRunner(ABC):
     def _evaluate(
         self,
         block: BlockSegment,
-        names: Sequence[Var],
+        names: Sequence[Any],
         evaluator: Evaluator,
         weights: Sequence[Value],
         others: Sequence[Value],
