@@ -139,7 +139,7 @@ def measure(assembled: Any, batch: Any, options: argparse.Namespace) -> dict[str
 
 def random_state(assembled: Any) -> Any:
     """Return a state without zeros, with which products would take less power."""
-    abstract, shardings = assembled.step.abstract_state(), assembled.step.shardings.state
+    abstract, shardings = assembled.step.abstract_state, assembled.step.shardings.state
 
     def fill(struct: Any) -> Any:
         if not jnp.issubdtype(struct.dtype, jnp.floating):

@@ -17,6 +17,7 @@ from meshwright.config.builders import (
     Builder,
     build,
     check_arguments,
+    defaults_of,
     explain_failure,
     find_builder,
     import_named,
@@ -180,7 +181,7 @@ def model_builder(config: Config) -> ModelSource:
     kind, builder = config.model.kind, _model_class(config)
     arguments = check_arguments("model", builder, config.model.arguments(), supplied=("rngs",))
     if kind in models.MODEL_KINDS:
-        build("model", kind, check_sizes, {**_defaults(builder), **arguments})
+        build("model", kind, check_sizes, {**defaults_of(builder), **arguments})
     call = call_with_rngs(builder, arguments)
     return lambda rngs: build("model", kind, lambda: call(rngs), {})
 
@@ -191,7 +192,7 @@ def make_task(config: Config) -> HasLoss:
     accepted: Collection[str] = parameters_of(builder)
     known = _shared_sizes(config)
     if isinstance(builder, type) and issubclass(builder, GRPO):
-        own = {**_defaults(_model_class(config)), **config.model.arguments()}
+        own = {**defaults_of(_model_class(config)), **config.model.arguments()}
         known["context_length"] = own.get("context_length")
         known |= {**config.grpo.model_dump(), **config.generation.model_dump()}
         known["reward_names"] = read_rewards(config.grpo.rewards, config.grpo.reward_weights).names
@@ -348,17 +349,12 @@ def _model_class(config: Config) -> Builder:
     return find_builder("model", config.model.kind, models.MODEL_KINDS, models.find_builder)
 
 
-def _defaults(builder: Builder) -> dict[str, Any]:
-    parameters = parameters_of(builder).values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
 def _shared_sizes(config: Config) -> dict[str, Any]:
     """Return the model's arguments, defaults included, with the shape of its images.
 
     Rows have at most `LONGEST_ROW` tokens.
     """
-    sizes = {**_defaults(_model_class(config)), **config.model.arguments()}
+    sizes = {**defaults_of(_model_class(config)), **config.model.arguments()}
     context = sizes.get("context_length")
     if isinstance(context, int):
         sizes["context_length"] = min(context, LONGEST_ROW)

@@ -46,6 +46,11 @@ def bytes_on_device(tree: PyTree) -> int:
     )
 
 
+def placed_struct(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array with how devices should share it."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
 def resize_batch(batch: Batch, num_samples: int) -> Batch:
     """Return the shapes of a batch (a tree of arrays or shapes) with this many samples."""
     return jax.tree.map(

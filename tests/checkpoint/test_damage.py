@@ -180,7 +180,7 @@ def other(tmp_path_factory, sound):
         (_rename, "it is the checkpoint of step 2 under another number"),
         (_copy, "it is a checkpoint of another run"),
         (_mix, "passport/metadata differs from what was saved"),
-        pytest.param(_flip_array_metadata, "array_metadatas/process_0", marks=pytest.mark.full),
+        (_flip_array_metadata, "array_metadatas/process_0"),
     ],
 )
 def test_what_is_not_this_checkpoint_is_found_by_all_alike(
@@ -211,7 +211,6 @@ def test_a_run_and_its_copy_keep_their_checkpoints(run, tmp_path):
     assert main(["check", str(moved)]) == 0
 
 
-@pytest.mark.full
 def test_on_another_mesh_the_checksums_are_those_of_the_old_one(run):
     assert list(fit(run, 5, mesh="data=2,fsdp=2,tensor=2").losses) == [5]
     flip(largest_file(run / "checkpoints/5"), 0.3)
@@ -224,7 +223,7 @@ def _damaged_files():
     riskiest |= {"state/_METADATA": "cut off", "state/manifest.ocdbt": "missing"}
     for name, riskier in riskiest.items():
         for how in ("missing", "cut off"):
-            usual = how == riskier and name.startswith(("checksums", "state"))
+            usual = how == riskier and name.startswith(("checksums", "state", "passport"))
             yield pytest.param(name, how, marks=() if usual else pytest.mark.full)
 
 

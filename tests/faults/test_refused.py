@@ -85,7 +85,7 @@ def test_processes_that_differ_are_refused_with_the_difference(tmp_path, what, e
     task = ("task.kind=own:loss",) if what == "code" else ()
     done = start(tmp_path, "--nprocs=2", "wrapper.py", "train", *words, *task).finish()
     check_refused(done, 2, "error: the 2 processes differ", expected)
-    assert done.err.count("error: the 2 processes are not") == 1
+    assert done.err.count("error: the 2 processes differ") == 1
 
 
 @pytest.mark.full

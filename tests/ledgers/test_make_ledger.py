@@ -25,6 +25,7 @@ from meshwright.tasks import find_task
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
 
+OPTIMIZER = optax.sgd(1e-3, momentum=0.9)
 SIZES = {"vocab_size": 256, "context_length": 32, "hidden_size": 64, "num_blocks": 2}
 
 
@@ -43,8 +44,7 @@ def assembled_for(mesh, *, blocks=2, accumulation=1, precision="no", **sharding)
     )
     batch = task.example_batch(plan.batch.global_batch_size)
     model = lambda rngs: build_model("gpt", rngs=rngs, **SIZES | {"num_blocks": blocks})  # noqa: E731
-    optimizer = optax.adamw(1e-3)
-    return assemble(model, task.loss, optimizer, plan, batch, clip_norm=1.0), batch
+    return assemble(model, task.loss, OPTIMIZER, plan, batch, clip_norm=1.0), batch
 
 
 def parameter_bytes(assembled):
@@ -124,7 +124,7 @@ def test_tensor_parallelism_needs_one_reduction_per_half_block_and_direction(on_
 
 def test_argument_bytes_are_the_listed_shards_and_the_batch(on_tensor):
     assembled, batch, ledger = on_tensor
-    state = assembled.step.abstract_state()
+    state = assembled.step.abstract_state
     shards = sum(
         jax.numpy.prod(jax.numpy.array(x.sharding.shard_shape(x.shape))).item() * x.dtype.itemsize
         for x in jax.tree.leaves(state)
@@ -153,7 +153,7 @@ def test_cpus_do_not_show_what_overlaps(on_tensor):
 def test_a_program_without_pins_is_noticed(on_fsdp):
     assembled, batch = on_fsdp
     unpinned = dataclasses.replace(assembled.decision, activations={}, gathers={})
-    step = TrainStep(assembled.traced, unpinned, assembled.plan, assembled.mesh, optax.adamw(1e-3))
+    step = TrainStep(assembled.traced, unpinned, assembled.plan, assembled.mesh, OPTIMIZER)
     ledger = make_ledger(dataclasses.replace(assembled, step=step), batch)
     assert ledger.suspicious == ["fsdp"]
 

@@ -287,10 +287,7 @@ def _short(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = first_line(error)
-    for reason in _FULL:
-        if reason in line:
-            return reason
-    return line
+    return next((reason for reason in _FULL if reason in line), line)
 
 
 def _policy(keep_last: int, keep_best: int) -> policies.PreservationPolicy:

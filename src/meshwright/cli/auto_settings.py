@@ -25,8 +25,7 @@ _FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat"
 def choose_settings(config: Config, composed: Composed) -> tuple[Config, Composed, str]:
     """Return the config with what the planner chooses for the devices present, and the reason."""
     decided = set_by_user(config, composed) | set(() if config.mesh.auto else _FIXED)
-    hardware = hardware_of(jax.devices())
-    task, _ = config_task(config, decided, hardware)
+    task, _ = config_task(config, decided, hardware_of(jax.devices()))
     key = "mesh" if config.mesh.auto else "training.micro_batch_size"
     estimator = config_estimator(config, task.global_batch_size)
     plan, line = choose_plan(estimator, task, f"{key}={AUTO}")

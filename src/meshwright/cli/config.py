@@ -63,8 +63,7 @@ def _as_table(origins: list[Origin]) -> Columns:
             styles.append("")
         section = head
         said = origin.source if origin.source != "file" else ""
-        source = f"{said} {origin.detail}".strip()
-        rows.append((origin.key, _text(origin.value), source))
+        rows.append((origin.key, _text(origin.value), f"{said} {origin.detail}".strip()))
         styles.append(_STYLES[origin.source])
     return Columns(("key", "value", "origin"), rows, styles=styles)
 

@@ -81,8 +81,7 @@ def _prompt(generator: Any, prompt: str, output: Output) -> int:
     from meshwright.generation.text_settings import printable
 
     started, streams = time.perf_counter(), generator.samples == 1 and not output.as_json
-    prompts = generator.read(prompt)
-    rows = generator(prompts, _streamed(output) if streams else None)
+    rows = generator(generator.read(prompt), _streamed(output) if streams else None)
     found = generated(generator, rows, started)
     if streams:
         output.text("\n")

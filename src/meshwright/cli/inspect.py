@@ -25,7 +25,7 @@ from meshwright.plan import Plan, unused_settings
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled
 from meshwright.text.columns import Columns, Indented
-from meshwright.text.units import counted, human_bytes
+from meshwright.text.units import counted, human_bytes, numbered
 from meshwright.trees import bytes_on_device
 
 
@@ -77,7 +77,7 @@ def pipeline_svg(plan: Plan) -> str:
 
 
 def _totals(assembled: Assembled, leaves: list[LeafReport]) -> dict[str, int]:
-    state = assembled.step.abstract_state()
+    state = assembled.step.abstract_state
     return {
         "parameters": sum(math.prod(leaf.shape) for leaf in leaves),
         "bytes": sum(leaf.bytes for leaf in leaves),
@@ -116,12 +116,11 @@ def _pipeline(assembled: Assembled, found: PipelineReport | None) -> Iterator[Re
     if found is None:
         return
     for number, stage in enumerate(found.stages):
-        noun = "block" if len(stage.blocks) == 1 else "blocks"
-        blocks = ", ".join(map(str, stage.blocks))
+        blocks = numbered("block", stage.blocks, len(stage.blocks))
         also = " + ".join(["", *stage.also])
         kept = counted(stage.microbatches_kept, "microbatch")
         yield Text(
-            f"stage {number}: {noun} {blocks}{also}, {stage.parameters:,} parameters, "
+            f"stage {number}: {blocks}{also}, {stage.parameters:,} parameters, "
             f"{stage.flops:,} FLOPs a microbatch, keeps {kept}"
         )
     yield Text()
@@ -142,8 +141,7 @@ def _context(assembled: Assembled) -> Iterator[RenderableType]:
 def _rows_of(assembled: Assembled) -> Rows | None:
     """Return what a context axis divides; None without one."""
     lengths = [placed.length for placed in assembled.decision.exchanges.attention.values()]
-    samples = assembled.plan.batch.global_batch_size
-    return (samples, max(lengths)) if lengths else None
+    return (assembled.plan.batch.global_batch_size, max(lengths)) if lengths else None
 
 
 def _kernels(assembled: Assembled) -> Iterator[RenderableType]:

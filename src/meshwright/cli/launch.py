@@ -64,8 +64,7 @@ def _submit_slurm(options: LaunchOptions) -> int:
     program, folder = _with_folder(options.program, composed, options.name)
     options = replace(options, program=program)
     if options.dry_run:
-        shown = Path(mask_text(str(folder)))
-        print(sbatch_script(_masked(options), shown, cwd), end="")
+        print(sbatch_script(_masked(options), Path(mask_text(str(folder))), cwd), end="")
         return ExitCode.DONE
     script = sbatch_script(options, folder, cwd)
     job = _run(["sbatch", "--parsable"], script, "job.sh").partition(";")[0]

@@ -52,10 +52,7 @@ class Output:
 
     def text(self, text: str) -> None:
         """Print a result that is plain text, unchanged."""
-        if self.silent:
-            return
-        self._result.write(text if text.endswith("\n") else text + "\n")
-        self._result.flush()
+        self.stream(text if text.endswith("\n") else text + "\n")
 
     def stream(self, text: str) -> None:
         """Print a part of a result that is plain text, at once."""

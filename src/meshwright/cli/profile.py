@@ -116,8 +116,7 @@ def _points_of(request: Request, steps: int) -> tuple[list[MeasuredPoint], str, 
     estimator = config_estimator(config, first.batch.global_batch_size)
     points: list[MeasuredPoint] = []
     for count, plan in plans.items():
-        hardware = hardware_of(devices[:count])
-        predicted = estimator.estimate(plan, hardware).time.step
+        predicted = estimator.estimate(plan, hardware_of(devices[:count])).time.step
         units = plan.batch.global_batch_size * estimator.tokens_per_sample
         seconds = _seconds(request, plan, devices[:count], steps)
         points.append(MeasuredPoint(count, dict(plan.mesh), units, seconds, predicted))
@@ -183,8 +182,7 @@ def run(request: Request) -> int:
         return ExitCode.DONE
     request.report_unused_settings(request.plan(), steps_flag="--steps")
     folder = Path(request.arguments.flags.get("--out", "profile"))
-    steps = request.arguments.number("--steps", 5)
-    profile = _measure(request, folder / "trace", steps)
+    profile = _measure(request, folder / "trace", request.arguments.number("--steps", 5))
     if is_main():
         text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
         write_file(folder / "profile.json", text + "\n")

@@ -19,8 +19,7 @@ def divergent_permutes(hlo_text: str, mesh_axes: Mapping[str, int], axis: str) -
         if instruction.opcode.removesuffix("-start") != "collective-permute":
             continue
         pairs = instruction.attributes.get("source_target_pairs", "")
-        groups = parse_replica_groups(pairs, mesh.num_devices)
-        if axis not in mesh.moved(groups):
+        if axis not in mesh.moved(parse_replica_groups(pairs, mesh.num_devices)):
             permutes[instruction.op_name] = None
     return list(permutes)
 

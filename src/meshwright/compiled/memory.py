@@ -168,8 +168,7 @@ def read_shortage(text: str) -> Shortage:
     elif rounded:
         asked = _bytes(rounded[1], rounded[2])
     number = next((int(n) for n in device.groups() if n), None) if device else None
-    line = first_line(RuntimeError(text))
-    return Shortage(asked, limit, number, line)
+    return Shortage(asked, limit, number, first_line(RuntimeError(text)))
 
 
 def describe_devices(shortage: Shortage, devices: Sequence[Any]) -> list[str]:

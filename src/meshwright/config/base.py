@@ -144,8 +144,7 @@ def shorten(value: object, limit: int = 60) -> str:
 
 def nested_schema(annotation: Any) -> type[BaseModel] | None:
     """Return the schema of a field that is a section; None for a single value."""
-    options = (annotation, *typing.get_args(annotation))
-    for option in options:
+    for option in (annotation, *typing.get_args(annotation)):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
     return None

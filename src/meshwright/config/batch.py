@@ -1,6 +1,5 @@
 """The batch equation: global = micro × data × fsdp × accumulation, in configs and plan files."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -8,7 +7,7 @@ from pydantic import Field, model_validator
 
 from meshwright.config.base import Frozen
 from meshwright.errors import Setting, Spelling, UserError, current_spelling
-from meshwright.mesh.axes import AXES, is_whole, resolve_alias
+from meshwright.mesh.axes import AXES, divisors, is_whole, resolve_alias
 from meshwright.text.units import counted, either
 
 DEFAULT_MICRO_BATCH_SIZE = 4
@@ -89,9 +88,7 @@ def solve_batch(
 
 def nearest_divisors(number: int, to: int) -> list[int]:
     """Return the one or two divisors of ``number`` nearest to ``to``, the smaller one first."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = {*small, *(number // d for d in small)}
-    return sorted(sorted(divisors, key=lambda d: abs(d - to))[:2])
+    return sorted(sorted(divisors(number), key=lambda d: abs(d - to))[:2])
 
 
 def microbatches_setting(micro: int, steps: int) -> str:

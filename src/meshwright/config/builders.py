@@ -112,6 +112,11 @@ def parameters_of(builder: Builder) -> dict[str, inspect.Parameter]:
     return parameters
 
 
+def defaults_of(builder: Builder) -> dict[str, Any]:
+    """Return the parameters of a builder that have a default, and these."""
+    return {p.name: p.default for p in parameters_of(builder).values() if p.default is not p.empty}
+
+
 def _unknown_argument(section: str, key: str, known: list[str]) -> UserError:
     # The section has keys of its own beside the arguments.
     info = Config.model_fields.get(section)

@@ -76,13 +76,11 @@ class BuildLock:
             return
         self._reported = time.monotonic()
         status = {"pid": os.getpid(), "host": socket.gethostname(), "progress": progress}
-        try:
-            text = json.dumps(status).encode()
+        text = json.dumps(status).encode()
+        # Whoever waits sees the last status; the builder finds out about a full disk itself.
+        with suppress(OSError):
             os.pwrite(self._descriptor, text, 0)
             os.ftruncate(self._descriptor, len(text))
-        except OSError:
-            # Whoever waits sees the last status; the builder finds out about a full disk itself.
-            return
 
     def holder(self) -> str:
         """Return which process holds the lock, and its last progress."""

@@ -91,14 +91,13 @@ class PartialEntry:
         self.progress: dict[str, Any] = {}
         self._dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
         folder.mkdir(parents=True, exist_ok=True)
-        lengths = self._read_progress()
+        self.lengths = self._read_progress()
         # What was written after the last note is rewritten.
         self._files: dict[str, BinaryIO] = {}
         for name, dtype in self._dtypes.items():
             file = open(folder / f"{name}.bin", "ab", buffering=2**20)  # noqa: SIM115
-            file.truncate(lengths[name] * dtype.itemsize)
+            file.truncate(self.lengths[name] * dtype.itemsize)
             self._files[name] = file
-        self.lengths = lengths
 
     def append(self, name: str, values: NDArray[Any]) -> None:
         """Add numbers to the end of an array."""

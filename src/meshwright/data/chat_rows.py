@@ -124,8 +124,7 @@ class ChatEncoder:
         )
         rows = list[ChatRow]()
         for text, own, (ids, places) in zip(texts, bounds, encoded, strict=True):
-            known = {at: next(prefixes) for at in own}
-            mask, joined = _mask(text, ids, places, known)
+            mask, joined = _mask(text, ids, places, {at: next(prefixes) for at in own})
             rows.append(self._whole(text, ChatRow(ids.astype(np.int32), mask, joined)))
         return rows
 

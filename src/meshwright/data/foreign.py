@@ -95,8 +95,7 @@ def _open_epoch(dataset: Any, epoch: int) -> Iterator[Any]:
 
 def _open_loader(loader: Any, epoch: int) -> Iterator[Any]:
     """Iterate over a PyTorch `DataLoader`; lists of tensors become tuples, as its samples are."""
-    batches = _open_epoch(loader, epoch)
-    return (tuple(batch) if type(batch) is list else batch for batch in batches)
+    return (tuple(batch) if type(batch) is list else batch for batch in _open_epoch(loader, epoch))
 
 
 def _grain(given: Any, expected: Expected, *, samples: bool) -> Data | None:

@@ -115,8 +115,7 @@ def as_prompts(given: Any, tokenizer: Any = None) -> Any:
             raise UserError("the columns of the prompts differ in length", why=str(lengths))
         rows = zip(*columns.values(), strict=True)
         return PromptSource([dict(zip(columns, row, strict=True)) for row in rows], tokenizer)
-    listed = isinstance(given, list | tuple)
-    return PromptSource(list(given), tokenizer) if listed else given
+    return PromptSource(list(given), tokenizer) if isinstance(given, list | tuple) else given
 
 
 def as_objects(values: Sequence[Any]) -> NDArray[Any]:

@@ -129,7 +129,8 @@ class ParquetRows(RecordFiles):
                     if before + about.num_rows <= skip:
                         before += about.num_rows
                         continue
-                    for batch in table.iter_batches(_rows_at_once(about), [group], columns):
+                    size = BATCH_BYTES * about.num_rows // max(about.total_byte_size, 1)
+                    for batch in table.iter_batches(min(max(size, 1), 2**14), [group], columns):
                         known = min(max(skip - before, 0), len(batch))
                         rows = batch.slice(known).to_pylist()
                         records = list(enumerate(rows, start=before + known + 1))
@@ -158,11 +159,6 @@ class ParquetRows(RecordFiles):
     def parse(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a row."""
         return raw
-
-
-def _rows_at_once(group: Any) -> int:
-    """Return how many rows of a row group to read at a time."""
-    return min(max(BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1), 1), 2**14)
 
 
 def _import_parquet() -> tuple[Any, Any]:

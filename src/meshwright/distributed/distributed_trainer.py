@@ -71,8 +71,7 @@ class Trainer:
             val: held-out data in any of these forms.
         """
         _check_schedule(self.config)
-        trainer = MeshTrainer.from_config(self.config, run_dir=self._run_dir)
-        return trainer.fit(train, eval_data=val)
+        return MeshTrainer.from_config(self.config, run_dir=self._run_dir).fit(train, eval_data=val)
 
 
 def _check_sections(sections: Mapping[str, Any], distributed: DistributedConfig | None) -> None:
@@ -100,8 +99,7 @@ def _check_sections(sections: Mapping[str, Any], distributed: DistributedConfig 
 def _like(kind: Any) -> str:
     """Return a model config of this kind, whose task a mapping implies; empty if there is none."""
     for file in sorted((CONF_DIR / "model").glob("*.yaml")):
-        values = read_yaml(file.read_text())
-        if values.get("kind") == kind:
+        if read_yaml(file.read_text()).get("kind") == kind:
             return file.stem
     return ""
 

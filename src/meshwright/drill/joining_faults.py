@@ -30,8 +30,7 @@ def _check_taken(trial: Trial) -> str:
 
 
 def _check_devices(trial: Trial) -> str:
-    mesh = trial.reference.plan["mesh"]
-    size = mesh.get("data", 1) + 1
+    size = trial.reference.plan["mesh"].get("data", 1) + 1
     launched = trial.train(settings=["model.mesh_shape=null", f"mesh.data={size}"], code=2)
     launched.find(r"error: ")
     return f"exit code 2: {launched.problem().partition('error: ')[2]}"

@@ -193,9 +193,7 @@ def is_free(port: int) -> bool:
 def _runs(group: int) -> bool:
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
+    except (ProcessLookupError, PermissionError):
         # The number has been given to a process of another user.
         return False
     members = [int(path.name) for path in Path("/proc").glob("[0-9]*")]

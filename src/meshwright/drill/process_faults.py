@@ -54,13 +54,6 @@ def _check_stopped_twice(trial: Trial) -> str:
     return trial.resumed(launched, f"ended {seconds:.1f} s after the first Ctrl-C")
 
 
-def _check_suspended(trial: Trial) -> str:
-    rank = trial.last
-    return trial.restarted(
-        rf"^error: process {rank} hangs at step \d+: stopped by a signal \(SIGSTOP\)"
-    )
-
-
 def _check_hanging(trial: Trial) -> str:
     usual = max(_HANG_SECONDS, STEPS * trial.reference.step_seconds())
     return trial.restarted(
@@ -137,7 +130,9 @@ FAULTS = (
         "sigstop",
         "SIGSTOP of the last process, so that the others wait for it",
         "named in 10 s with where every process is, and all restart",
-        _check_suspended,
+        lambda trial: trial.restarted(
+            rf"^error: process {trial.last} hangs at step \d+: stopped by a signal \(SIGSTOP\)"
+        ),
     ),
     Fault(
         "gil",

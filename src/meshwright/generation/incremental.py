@@ -92,8 +92,7 @@ class IncrementalDecoder:
         self, weights: Weights, tokens: Array, lengths: Array, source: Source = ()
     ) -> tuple[Array, Cache]:
         """Read the prompts; see `TokenDecoder`."""
-        chunk = self.traced.chunk
-        tokens = padded(tokens, (1,), -tokens.shape[1] % chunk)
+        tokens = padded(tokens, (1,), -tokens.shape[1] % self.traced.chunk)
         program = self._program_for_prompts(tokens.shape[1])
         whole = aval_of(program.jaxpr.invars[-1]).shape[1] == tokens.shape[1]
         attention = self.traced.attention(tokens.shape[1]) if whole else {}

@@ -77,8 +77,7 @@ def chunk_sizes(model: SplitModel, length: int) -> list[int]:
         positions = Positions(trace_row(model, length, Loops(length, [])))
     except NotIncremental:
         return []
-    eqns = positions.jaxpr.eqns
-    return sorted({size for eqn in eqns for size in _divided(positions, eqn)})
+    return sorted({size for eqn in positions.jaxpr.eqns for size in _divided(positions, eqn)})
 
 
 def _divided(positions: Positions, eqn: Equation) -> list[int]:

@@ -84,8 +84,7 @@ def plan_rows(
     """
     plan = RowPlan(positions)
     (logits,) = positions.jaxpr.outvars[:1]
-    dims = positions.of(logits)
-    if isinstance(logits, Literal) or dims != (1,):
+    if isinstance(logits, Literal) or positions.of(logits) != (1,):
         raise NotIncremental("the model does not return logits [rows, tokens, vocabulary]")
     if aval_of(logits).shape[1] != positions.length:
         raise NotIncremental("the model does not return logits for each token")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwright.program.dims.op import free_dims
 from meshwright.program.evaluate.dependencies import dependent_variables, needed_equations
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.jaxpr.equations import (
@@ -21,7 +22,6 @@ from meshwright.program.jaxpr.equations import (
     bind,
     structs_of,
 )
-from meshwright.program.kernels.attention_operands import free_dims
 
 _OF_WEIGHTS = REARRANGES - {"broadcast_in_dim", "dynamic_slice"} | {"convert_element_type"}
 """Operations after which a weight is still one."""
@@ -149,8 +149,7 @@ def _grouped(eqn: Equation, env: Environment, side: int, value: Value, dim: int)
     # The dim of the group is among those of the other operand; it belongs after that of the heads.
     count, own = len(batch[side]), [*moved(free_dims(eqn, other)), split + 1]
     product = jnp.moveaxis(product, count + sorted(own).index(split + 1), place + 1)
-    shape = product.shape
-    product = product.reshape(*shape[:place], -1, *shape[place + 2 :])
+    product = jax.lax.collapse(product, place, place + 2)
     others = [*range(count, count + len(own) - 1)]
     return product if side else jnp.moveaxis(product, others, [d - others[-1] - 1 for d in others])
 

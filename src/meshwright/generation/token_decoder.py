@@ -72,8 +72,7 @@ class SplitModel:
     @property
     def shapes(self) -> SplitModel:
         """The model without values: programs are kept for other calls, weights are not."""
-        structs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in self.weights]
-        return replace(self, weights=structs)
+        return replace(self, weights=[jax.ShapeDtypeStruct(w.shape, w.dtype) for w in self.weights])
 
     def logits_of(self, weights: Weights, tokens: Array) -> Array:
         """Return the logits [B, T, V] of tokens [B, T]; the source comes after the weights."""

@@ -18,8 +18,10 @@ from meshwright.generation.shared_operands import share_operands
 from meshwright.generation.token_decoder import COUNT, SplitModel
 from meshwright.program.dims.op import primitives
 from meshwright.program.dims.walk import ProgramDims
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call, unroll_scan
+from meshwright.program.evaluate.dependencies import inlined
+from meshwright.program.evaluate.evaluator import Environment, entering, unroll_scan
 from meshwright.program.jaxpr.equations import (
+    CUSTOM_DERIVATIVES,
     REMATS,
     Atom,
     ClosedJaxpr,
@@ -28,7 +30,6 @@ from meshwright.program.jaxpr.equations import (
     Value,
     Var,
     aval_of,
-    structs_of,
 )
 from meshwright.program.kernels.fused_attention import (
     check_cudnn,
@@ -88,7 +89,7 @@ _SIZES = primitives(
 """Parameters of operations that follow from the shapes of their operands and results."""
 _UNROLLED = 256
 """Turns of a loop that is unrolled, at most."""
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_CUSTOM = CUSTOM_DERIVATIVES | {"custom_vjp_call_jaxpr"}
 
 
 class OtherOperations(NotIncremental):
@@ -196,8 +197,7 @@ def trace_row(model: SplitModel, length: int, loops: Loops) -> ClosedJaxpr:
     except Exception as error:
         said = f"called with {counted(length, 'token')}, the model raises {typed_line(error)}"
         raise NotIncremental(said) from error
-    inlined = Evaluator((_inline, loops)).run
-    return jax.make_jaxpr(lambda *args: inlined(traced, args))(*structs_of(traced.jaxpr.invars))
+    return inlined(traced, [entering(_CUSTOM | REMATS), loops])
 
 
 class Loops:
@@ -227,12 +227,6 @@ class Loops:
         else:
             unrolled = next(self._again, False)
         return unroll_scan(eqn, env) if unrolled else None
-
-
-def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Evaluate functions with derivatives of their own, and checkpoints, as what they contain."""
-    name = eqn.primitive.name
-    return enter_call(eqn, env) if name in _CUSTOM or name in REMATS else None
 
 
 def _compare(short: ClosedJaxpr, long: ClosedJaxpr) -> None:

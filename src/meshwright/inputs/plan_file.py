@@ -52,8 +52,7 @@ def other_model(path: str | None, num_parameters: int) -> list[str]:
 
 def refuse_unnamed_model(path: str | None, num_parameters: int) -> None:
     """Refuse a plan for another model than the default one, if no model was written."""
-    remarks = other_model(path, num_parameters)
-    if path is None or not remarks:
+    if path is None or not other_model(path, num_parameters):
         return
     settings = [word for word in made_for_settings(path) if not word.startswith("hardware=")]
     known = _made_for(path).get("model")

@@ -114,8 +114,7 @@ class Supervisor:
         self._watch = Watch(self._files, hang)
         with guarded_group(folder) as group:
             for rank, environ in zip(ranks, environments, strict=True):
-                own = {**environ, HEARTBEAT_FILE: str(self._files[rank])}
-                self._start(rank, own, group)
+                self._start(rank, {**environ, HEARTBEAT_FILE: str(self._files[rank])}, group)
             while self._running:
                 self._forward_signals()
                 self._handle_exit()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshwright.runtime.heartbeat import STACKS_SIGNAL, Beat, Doing, read_beat, stacks_file
 from meshwright.runtime.host_machine import process_stat
-from meshwright.text.units import human_seconds
+from meshwright.text.units import human_seconds, numbered
 
 HANG_SECONDS = 600.0
 """How long a process may make no progress in a step; as long as processes wait for another."""
@@ -124,10 +124,10 @@ class Stuck:
 
     def __str__(self) -> str:
         """Return which processes hang, where, and how that was noticed."""
-        numbers = ", ".join(map(str, self.ranks))
-        who = f"process {numbers} hangs" if len(self.ranks) == 1 else f"processes {numbers} hang"
+        who = numbered("process", self.ranks, len(self.ranks))
+        hang = "hangs" if len(self.ranks) == 1 else "hang"
         when = "" if self.step is None else f" at step {self.step}"
-        return f"{who}{when}: {self.cause}"
+        return f"{who} {hang}{when}: {self.cause}"
 
 
 @dataclass

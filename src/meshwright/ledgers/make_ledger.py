@@ -22,6 +22,7 @@ from meshwright.program.weight_reads import weight_reads
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.text.units import a_type
+from meshwright.trees import placed_struct
 
 _Explained = Sequence[tuple[Collective, Reason | None]]
 """The collectives of a stage, and why they are sent where it is not for the minimum."""
@@ -67,10 +68,8 @@ def make_ledger(assembled: Assembled, batch: Any) -> Ledger:
 
 def lower_step(assembled: Assembled, batch: Any, key: str | None = None) -> Any:
     """Lower the step for batches of this shape, ready to be compiled; see `TrainStep.lower`."""
-    leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=assembled.step.shardings.batch)
-        for leaf in jax.tree.leaves(batch)
-    ]
+    sharding = assembled.step.shardings.batch
+    leaves = [placed_struct(leaf, sharding) for leaf in jax.tree.leaves(batch)]
     return assembled.step.lower(leaves, key)
 
 

@@ -253,6 +253,12 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis}={size}" for axis, size in shown.items()) or "1 device"
 
 
+def divisors(number: int) -> list[int]:
+    """Return what divides a number, the smallest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def nearest_sizes(
     sizes: Mapping[str, int], num_devices: int, most: int = 3
 ) -> list[dict[str, int]]:
@@ -262,7 +268,6 @@ def nearest_sizes(
     not given.
     """
     asked = {axis: size for axis, size in sizes.items() if size not in (INFER, 1)} or {"data": 1}
-    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     candidates: list[tuple[float, dict[str, int]]] = []
 
     def extend(axes: list[str], left: int, chosen: dict[str, int], distance: float) -> None:
@@ -271,10 +276,9 @@ def nearest_sizes(
                 chosen = chosen if left == 1 else {"data": left, **chosen}
                 candidates.append((distance + math.log2(left) / 2, chosen))
             return
-        for size in divisors:
-            if left % size == 0:
-                step = abs(math.log2(size / asked[axes[0]]))
-                extend(axes[1:], left // size, {**chosen, axes[0]: size}, distance + step)
+        for size in divisors(left):
+            step = abs(math.log2(size / asked[axes[0]]))
+            extend(axes[1:], left // size, {**chosen, axes[0]: size}, distance + step)
 
     extend(list(asked), num_devices, {}, 0.0)
     candidates.sort(key=lambda pair: pair[0])

@@ -77,8 +77,7 @@ def device_grid(
     # Any other name is placed like `data`: outside the axes that need fast links.
     ranks = [AXES.index(axis if axis in AXES else "data") for axis in axes]
     order = sorted(range(len(names)), key=lambda i: ranks[i])
-    ordered_shape = [shape[i] for i in order]
-    grid = _topology_grid(ordered_shape, devices)
+    grid = _topology_grid([shape[i] for i in order], devices)
     return grid.transpose([order.index(i) for i in range(len(names))])
 
 

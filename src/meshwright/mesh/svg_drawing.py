@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright.mesh.axes import BATCH_AXES, CONTEXT
+from meshwright.mesh.axes import BATCH_AXES, CONTEXT, divisors
 from meshwright.mesh.picture import (
     EMPTY,
     BlockAt,
@@ -130,9 +130,8 @@ class _Sizes:
 
     def balanced_band(self, count: int) -> int:
         """Return the number of blocks side by side that brings the drawing nearest to 3:2."""
-        divisors = [n for n in range(1, count + 1) if count % n == 0]
         ratio = self.across / self.down / 1.5
-        return min(divisors, key=lambda n: abs(math.log(n / (count // n) * ratio)))
+        return min(divisors(count), key=lambda n: abs(math.log(n / (count // n) * ratio)))
 
 
 class _Drawing:

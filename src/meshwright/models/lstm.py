@@ -31,5 +31,4 @@ class LSTM(nnx.Module):
     def __call__(self, tokens: Array) -> Array:
         """Return next-token logits [B, T, V] for tokens [B, T]."""
         # Typed as a union because nnx.RNN can also return its last carry.
-        states = cast(Array, self.rnn(self.embed(tokens)))
-        return self.head(states)
+        return self.head(cast(Array, self.rnn(self.embed(tokens))))

@@ -15,8 +15,7 @@ def check_sizes(
     **others: Any,
 ) -> None:
     """Refuse sizes that do not divide, are too small, or do not go with each other."""
-    given = {**locals(), **others}
-    for name, size in given.items():
+    for name, size in {**locals(), **others}.items():
         counts = name.startswith("num_") or name.endswith(("_size", "_length", "_dim"))
         if counts and isinstance(size, int) and size < 1:
             raise ValueError(f"{name}={size} is less than 1.")

@@ -181,8 +181,7 @@ def _stats(event: Any, *wanted: str) -> dict[str, Any]:
 def _instruction(event: Any) -> str:
     stats = _stats(event, "hlo_op")
     # TPUs write the whole instruction: `%fusion.3 = f32[8]{0} fusion(…)`.
-    name = str(stats.get("hlo_op") or event.name)
-    return name.split(" ")[0].removeprefix("%")
+    return str(stats.get("hlo_op") or event.name).split(" ")[0].removeprefix("%")
 
 
 def _times(event: Any) -> Interval:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from meshwright.errors import Setting, Spelling, current_spelling
@@ -76,8 +77,8 @@ class Profile:
         Waiting for data counts only while devices are idle: otherwise it costs nothing.
         """
         wall = self.steps * self.seconds_per_step
-        compute = _mean([device.compute for device in self.devices]) / wall
-        communication = _mean([device.communication for device in self.devices]) / wall
+        compute = fmean([device.compute for device in self.devices]) / wall
+        communication = fmean([device.communication for device in self.devices]) / wall
         free = max(0.0, 1.0 - compute - communication)
         waiting = min(free, self.input_wait_seconds / wall)
         parts = (compute, communication, waiting, free - waiting)
@@ -87,13 +88,13 @@ class Profile:
     def hidden_communication(self) -> float:
         """The share of the wall time in which communication overlapped with compute."""
         wall = self.steps * self.seconds_per_step
-        return _mean([device.hidden for device in self.devices]) / wall
+        return fmean([device.hidden for device in self.devices]) / wall
 
     @property
     def load_balance(self) -> float:
         """Compute time of the busiest device over the mean; 1 is balanced."""
         times = [device.compute for device in self.devices]
-        return max(times) / _mean(times) if any(times) else 1.0
+        return max(times) / fmean(times) if any(times) else 1.0
 
     @property
     def advice(self) -> list[str]:
@@ -118,10 +119,6 @@ class Profile:
             "trace": self.trace,
             "advice": self.advice,
         }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 ENOUGH_COMPUTE = 0.8
@@ -174,9 +171,11 @@ def _parts(shares: Mapping[str, float], exposed: Mapping[tuple[str, ...], float]
     if communication > NOTICEABLE:
         yield _communication(communication, exposed)
     if shares["input_wait"] > NOTICEABLE:
-        yield (
-            f"{shares['input_wait']:.0%} of the time devices wait for data; try {_faster_data()}"
-        )
+        # Data from Python is read as its own code reads it.
+        settings = current_spelling() is not Spelling.PYTHON
+        more = "more data.workers, a larger data.prefetch, or " if settings else ""
+        waiting = f"{shares['input_wait']:.0%} of the time devices wait for data"
+        yield f"{waiting}; try {more}data prepared beforehand"
     if shares["idle"] > NOTICEABLE:
         yield (
             f"{shares['idle']:.0%} of the time devices are idle; try more samples per "
@@ -195,10 +194,3 @@ def _communication(share: float, exposed: Mapping[tuple[str, ...], float]) -> st
     if not remedy:
         return f"{text}; try more samples per device ({_SAMPLES})"
     return f"{text}, most over {axes_text(axes)} ({exposed[axes]:.0%}); try {remedy}"
-
-
-def _faster_data() -> str:
-    if current_spelling() is Spelling.PYTHON:
-        # Data from Python is read as its own code reads it.
-        return "data prepared beforehand"
-    return "more data.workers, a larger data.prefetch, or data prepared beforehand"

@@ -44,18 +44,15 @@ class Comparison(Frozen):
     def sentence(self) -> str:
         """Return the comparison in one line."""
         if not self.equal:
-            return f"{self.what}: `{self.first_different}` differs by {self._by_how_much()}"
+            gap, most = self.first_difference, f"more than {self.tolerance:.1e}"
+            how_much = "a number that is not finite" if gap is None else f"{gap:.2e}, {most}"
+            return f"{self.what}: `{self.first_different}` differs by {how_much}"
         measured = ", as measured" if self.measured else ""
         text = (
             f"{self.what}: equal, largest difference {self.difference:.1e} ({self.worst}), "
             f"tolerance {self.tolerance:.1e}{measured}"
         )
         return text + self._not_judged()
-
-    def _by_how_much(self) -> str:
-        if self.first_difference is None:
-            return "a number that is not finite"
-        return f"{self.first_difference:.2e}, more than {self.tolerance:.1e}"
 
     def _not_judged(self) -> str:
         if not self.not_judged:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from meshwright.proof.certificate import Comparison
+from meshwright.text.json_text import finite
 from meshwright.trees import key_data
 
 Leaves = Mapping[str, np.ndarray[Any, Any]]
@@ -216,15 +217,11 @@ def judge(
         tolerance=tolerances[named],
         measured=measured,
         worst=worst,
-        difference=_none_if_not_finite(gaps[worst]),
+        difference=finite(gaps[worst]),
         first_different=first,
-        first_difference=None if first is None else _none_if_not_finite(gaps[first]),
+        first_difference=None if first is None else finite(gaps[first]),
         not_judged=unjudged,
     )
-
-
-def _none_if_not_finite(gap: float) -> float | None:
-    return gap if math.isfinite(gap) else None
 
 
 def _is_float(value: np.ndarray[Any, Any]) -> bool:

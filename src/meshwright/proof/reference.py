@@ -243,10 +243,11 @@ class Reference:
                 sums[path] = sums[path] + part if path in sums else part
         weight = sum(float(part.weight) for part in losses)
         mean = {path: s / (weight or 1) for path, s in sums.items()}
+        norm = math.sqrt(sum(float((np.abs(g) ** 2).sum()) for g in mean.values()))
         reported = {name: _mean(parts) for name, parts in metrics.items()}
         return _BatchGradient(
             _mean(losses),
-            reported | {GRAD_NORM: _norm(mean)},
+            reported | {GRAD_NORM: norm},
             mean,
             state,
             params,
@@ -280,10 +281,6 @@ def _clipped(gradients: Leaves, clip_norm: float | None) -> Leaves:
 def _mean(parts: Sequence[Weighted]) -> float:
     weight = sum(float(part.weight) for part in parts)
     return sum(float(part.total) for part in parts) / (weight or 1.0)
-
-
-def _norm(gradients: Leaves) -> float:
-    return math.sqrt(sum(float((np.abs(g) ** 2).sum()) for g in gradients.values()))
 
 
 def _as_arrays(leaves: Leaves) -> dict[str, Any]:

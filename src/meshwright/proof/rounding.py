@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from meshwright.program.dims.op import free_dims
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Var, aval_of
 from meshwright.program.jaxpr.walks import all_equations, called_programs
 from meshwright.program.trace.traced_loss import TracedLoss
@@ -186,12 +187,9 @@ def _terms(eqn: Equation) -> int:
 
 def _terms_of_product(eqn: Equation) -> int:
     """Return the largest of contracted size, rows and columns: gradients sum over the last two."""
-    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    shapes = [aval_of(x).shape for x in eqn.invars[:2]]
-    contracted = math.prod(shapes[0][d] for d in left)
-    rows = _rest(shapes[0], (*left, *left_batch))
-    columns = _rest(shapes[1], (*right, *right_batch))
-    return max(contracted, rows, columns)
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    sides = (0, contracted), (0, free_dims(eqn, 0)), (1, free_dims(eqn, 1))
+    return max(math.prod(aval_of(eqn.invars[n]).shape[d] for d in dims) for n, dims in sides)
 
 
 def _terms_of_convolution(eqn: Equation) -> int:
@@ -200,10 +198,6 @@ def _terms_of_convolution(eqn: Equation) -> int:
     kernel, out = aval_of(eqn.invars[1]).shape, aval_of(eqn.outvars[0]).shape
     features = kernel[numbers.rhs_spec[0]]
     return max(math.prod(kernel) // features, math.prod(out) // features)
-
-
-def _rest(shape: tuple[int, ...], without: tuple[int, ...]) -> int:
-    return math.prod(size for dim, size in enumerate(shape) if dim not in without)
 
 
 def _unit_roundoff(dtype: Any) -> float:

@@ -232,7 +232,7 @@ class _Proof:
         # Steps are compiled in another thread, while this one runs other programs.
         with precision, ThreadPoolExecutor(max_workers=1) as threads:
             step, batch = self.assembled.step, self.assembled.put_batch(self.leaves[0])
-            step.compile_ahead(step.abstract_state(), batch, threads)
+            step.compile_ahead(step.abstract_state, batch, threads)
             with _phase("float64: one device", say):
                 expected = self.reference_in_float64()
             _check_finite(expected)
@@ -405,15 +405,13 @@ class _Proof:
 
 
 def _trace(loss: Loss, assembled: Assembled, batch: Batch, precision: Precision) -> TracedLoss:
-    count = assembled.plan.batch.gradient_accumulation_steps
-    micro = divide_batch(batch, count)
+    micro = divide_batch(batch, assembled.plan.batch.gradient_accumulation_steps)
     return trace_loss(loss, assembled.model_leaves, micro, COMPUTE_DTYPES[precision])
 
 
 def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
     """Return the model's initial leaf values, created in its own precision on one device."""
-    options = quick_options()
-    values = initial_values(model, assembled.model_leaves, seed, compiler_options=options)
+    values = initial_values(model, assembled.model_leaves, seed, compiler_options=quick_options())
     # From the host they go to one device or to many without a compiled program.
     return [v if is_key(v) else np.asarray(v) for v in values]
 

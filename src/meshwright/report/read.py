@@ -216,8 +216,7 @@ def _config(folder: Path) -> list[dict[str, Any]]:
 
 def _masked(entry: dict[str, Any]) -> dict[str, Any]:
     """Return a setting without secrets."""
-    shown = mask_tree(entry)
-    return shown | {"value": mask_value(str(entry["key"]), entry.get("value"))}
+    return mask_tree(entry) | {"value": mask_value(str(entry["key"]), entry.get("value"))}
 
 
 def _json(path: Path) -> Any:

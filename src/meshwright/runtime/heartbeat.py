@@ -107,8 +107,7 @@ class Beat:
         """Return the beat of some bytes."""
         count, doing, step, first, saved, saved_useful, at, *seconds = _FORM.unpack_from(data)
         alive = _ALIVE.unpack_from(data, _FORM.size)[0] if len(data) >= _SIZE else 0
-        times = tuple(seconds)
-        return cls(count, Doing(doing), step, first, saved, saved_useful, at, times, alive)
+        return cls(count, Doing(doing), step, first, saved, saved_useful, at, tuple(seconds), alive)
 
 
 def read_beat(file: Path) -> Beat | None:

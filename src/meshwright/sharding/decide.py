@@ -32,7 +32,6 @@ from meshwright.program.trace.model_leaves import Leaf
 from meshwright.program.trace.traced_loss import TracedLoss
 from meshwright.sharding.placement import (
     BY_ANNOTATION,
-    DimAxes,
     Placement,
     Reason,
     add_fsdp,
@@ -174,8 +173,7 @@ def place_leaves(
             placed = apply_rule(*rule, step, classes, sizes)
         elif leaf.annotation is not None and _names_axes(leaf.annotation):
             if on_stages:
-                block_spec = leaf.annotation[int(step.stacked) :]
-                check_on_stages(step, block_spec, BY_ANNOTATION, stages)
+                check_on_stages(step, leaf.annotation[int(step.stacked) :], BY_ANNOTATION, stages)
             return annotated(leaf, sizes)
         else:
             placed = _by_program(leaf, tensor)
@@ -193,17 +191,16 @@ def place_leaves(
 
 def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
     """Place a leaf according to its use in the traced program."""
-    dims: list[DimAxes] = [()] * len(leaf.shape)
     choice = tensor.leaves.get(leaf.path)
-    if choice is not None and choice.dim is not None:
-        dims[choice.dim] = ("tensor",)
+    own = None if choice is None else choice.dim
+    dims = tuple(("tensor",) if d == own else () for d in range(len(leaf.shape)))
     reasons: list[Reason] = []
     if leaf.annotation is not None:
         names = ", ".join(map(str, leaf.annotation))
         reasons.append(Reason(f"annotated ({names}), no mesh axis"))
     if choice is not None:
         reasons.append(Reason(choice.reason))
-    return Placement(leaf.path, tuple(dims), tuple(reasons))
+    return Placement(leaf.path, dims, tuple(reasons))
 
 
 def _names_axes(annotation: Sequence[Any]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -82,9 +81,7 @@ class Placement:
 
 def to_spec(dims: Iterable[DimAxes]) -> PartitionSpec:
     """Return the axes of each dim as a PartitionSpec, without trailing unsharded dims."""
-    entries: list[Any] = [
-        None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims
-    ]
+    entries = [axes or None for axes in dims]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)

@@ -10,7 +10,7 @@ from meshwright.program.dims.classes import DimClasses, Roles
 from meshwright.program.jaxpr.names import matches
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.sharding.placement import BY_ANNOTATION, DimAxes, Placement, Reason
+from meshwright.sharding.placement import BY_ANNOTATION, Placement, Reason
 
 Rule = str | Sequence[Any]
 """``column``, ``row``, ``replicate``, or a partition spec such as ``["fsdp", "tensor"]``."""
@@ -51,11 +51,10 @@ def check_rules(rules: Mapping[str, Rule], paths: Sequence[str]) -> None:
     """Refuse a rule that matches no parameter."""
     for pattern in rules:
         if not any(matches(pattern, path) for path in paths):
-            hint = did_you_mean(pattern, paths)
             raise UserError(
                 f"the sharding rule `{pattern}` matches no parameter",
                 why=f"the model has {len(paths)} parameters, such as `{paths[0]}`",
-                fix=hint or _where_listed(paths),
+                fix=did_you_mean(pattern, paths) or _where_listed(paths),
             )
 
 
@@ -75,11 +74,9 @@ def apply_rule(
     if rule == "replicate":
         return Placement(leaf.path, ((),) * len(leaf.shape), (reason,))
     if rule in TENSOR_ROLES:
-        dims: list[DimAxes] = [()] * len(leaf.shape)
         chosen = _role_dim(str(rule), step, classes.roles_of(leaf.path), sizes.get("tensor", 1))
-        if chosen is not None:
-            dims[chosen] = ("tensor",)
-        return _checked(Placement(leaf.path, tuple(dims), (reason,)), leaf.shape, sizes)
+        dims = tuple(("tensor",) if d == chosen else () for d in range(len(leaf.shape)))
+        return _checked(Placement(leaf.path, dims, (reason,)), leaf.shape, sizes)
     if isinstance(rule, str):
         raise UserError(
             f"there is no sharding rule `{rule}` (for `{pattern}`)",

@@ -115,7 +115,7 @@ def _check_heads(classes: DimClasses, leaf: LeafDims, choice: TensorChoice) -> N
             continue
         heads = math.prod(factor.size for factor in reduced_together(classes, dim))
         if heads < choice.size:
-            fits = max(n for n in range(1, heads + 1) if heads % n == 0 and choice.size % n == 0)
+            fits = math.gcd(heads, choice.size)
             raise UserError(
                 f"tensor={choice.size} is larger than the {heads} attention heads "
                 f"of `{leaf.path.rpartition('.')[0]}`",

@@ -15,7 +15,7 @@ from meshwright.compiled.memory import memory_stats
 from meshwright.processes import agree
 from meshwright.step.assemble import Assembled, piece_sharding
 from meshwright.step.state import LossScale, TrainState, all_finite
-from meshwright.trees import from_key_data, is_key, key_data
+from meshwright.trees import from_key_data, is_key, key_data, placed_struct
 
 SPARE_SHARE = 0.05
 """Of a device's memory, what a copy of the state leaves free: free memory may be in pieces."""
@@ -54,23 +54,14 @@ class CanonicalForm:
         self._optimizer = [
             self._optimizer_pieces(n) for n in range(len(self._step.optimizer.leaves))
         ]
-        abstract = jax.eval_shape(self._from_state, self._step.abstract_state())
-        whole = jax.eval_shape(self._all_leaves, self._step.abstract_state())
-        shardings = self._make_shardings(whole)
+        abstract = jax.eval_shape(self._from_state, self._step.abstract_state)
+        whole = jax.eval_shape(self._all_leaves, self._step.abstract_state)
+        self._shardings = shardings = self._make_shardings(whole)
         self.base_structs: dict[str, Any] = {
-            path: jax.ShapeDtypeStruct(
-                whole["state"][path].shape,
-                whole["state"][path].dtype,
-                sharding=shardings["state"].pop(path),
-            )
+            path: placed_struct(whole["state"][path], shardings["state"].pop(path))
             for path in self.base
         }
-        self._shardings = shardings
-        self.structs: CanonicalState = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            abstract,
-            self._shardings,
-        )
+        self.structs: CanonicalState = jax.tree.map(placed_struct, abstract, shardings)
         self._copy_programs: dict[bool, Any] = {}
         self._beside: float = math.inf
         self._here: bool | None = None
@@ -110,7 +101,7 @@ class CanonicalForm:
                 lambda state: (self._from_state(state), _is_finite(state)),
                 out_shardings=(shardings, NamedSharding(self._mesh, PartitionSpec())),
             )
-            self._copy_programs[here] = copy.lower(self._step.abstract_state()).compile()
+            self._copy_programs[here] = copy.lower(self._step.abstract_state).compile()
         return self._copy_programs[here]
 
     def _has_room(self) -> bool:
@@ -157,8 +148,7 @@ class CanonicalForm:
         for leaf, value in zip(self._layout.leaves, values, strict=True):
             groups["params" if leaf.role == "param" else "state"][leaf.path] = key_data(value)
         for (paths, split, _), value in zip(self._optimizer, state.optimizer, strict=True):
-            pieces = map(key_data, split(value))
-            groups["optimizer"].update(zip(paths, pieces, strict=True))
+            groups["optimizer"].update(zip(paths, map(key_data, split(value)), strict=True))
         groups["counters"]["step"] = state.step
         if state.loss_scale is not None:
             groups["counters"] |= vars(state.loss_scale)
@@ -201,8 +191,7 @@ class CanonicalForm:
         replicated = NamedSharding(self._mesh, PartitionSpec())
         shardings: Any = jax.tree.map(lambda _: replicated, abstract)
         decision = self._step.decision
-        steps = self._layout.step_leaves
-        for step, placement in zip(steps, decision.at_rest, strict=True):
+        for step, placement in zip(self._layout.step_leaves, decision.at_rest, strict=True):
             for source in step.sources:
                 leaf = self._layout.leaves[source]
                 group = "params" if leaf.role == "param" else "state"

@@ -126,7 +126,7 @@ def _lower(
     assembled: Assembled, run: Callable[..., Any], batch: Sequence[Any], options: dict[str, Any]
 ) -> Any:
     replicated = NamedSharding(assembled.mesh, PartitionSpec())
-    leaves = assembled.step.leaf_values(assembled.step.abstract_state())
+    leaves = assembled.step.leaf_values(assembled.step.abstract_state)
     is_gpu = assembled.mesh.devices.flat[0].platform == "gpu"
     known = known_options(options) if is_gpu else {}
     jitted = jax.jit(run, out_shardings=replicated, compiler_options=known or None)

@@ -147,8 +147,7 @@ def _compute_keys(closed: ClosedJaxpr, words: Any) -> tuple[dict[Var, Any], list
             is_known = all(isinstance(a, Literal) or a in known for a in eqn.invars)
             if is_known and all(map(_is_small, eqn.outvars)):
                 operands = [a.val if isinstance(a, Literal) else known[a] for a in eqn.invars]
-                results = bind(eqn, operands)
-                known.update(zip(eqn.outvars, results, strict=True))
+                known.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
             else:
                 rest.append(eqn)
     return known, rest

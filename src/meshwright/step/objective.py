@@ -47,10 +47,7 @@ class Objective:
         Accumulation and pipeline stages compute gradients their own way, which JAX would not
         find by differentiating the program.
         """
-
-        @jax.custom_vjp
-        def loss(params: Flat) -> Array:
-            return self.evaluate(params)[0]
+        loss = jax.custom_vjp(lambda params: self.evaluate(params)[0])
 
         def backward(gradients: Flat, cotangent: Array) -> tuple[Flat]:
             return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients),)

@@ -103,8 +103,7 @@ def _outputs(
     value = {"value": np.float32(0)} if "value" in accepted(transformation) else {}
 
     def run(gradients: Any, params: Any, value: Any) -> Any:
-        state = transformation.init(params)
-        return transformation.update(gradients, state, params, **value)
+        return transformation.update(gradients, transformation.init(params), params, **value)
 
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(params, params, value)
     flat, _ = jax.tree_util.tree_flatten_with_path(params)

@@ -130,8 +130,7 @@ def _per_device(loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan)
     twice = resize_batch(micro, 2 * jax.tree.leaves(micro)[0].shape[0])
     compute = COMPUTE_DTYPES[plan.precision]
     first, second = (trace_loss(loss, model_leaves, samples, compute) for samples in (micro, twice))
-    names = first.metric_names
-    check_mean(dim_classes(first), dim_classes(second), names, first.kept_paths)
+    check_mean(dim_classes(first), dim_classes(second), first.metric_names, first.kept_paths)
     return step_program(loss, model_leaves, divide_batch(micro, plan.batch.replicas), plan)
 
 

@@ -39,6 +39,7 @@ from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.place_batch import split_strided
 from meshwright.step.state import LossScale, TrainState, all_finite
 from meshwright.step.step_program import planned_forward, sends_through_gloo
+from meshwright.trees import placed_struct
 
 Metrics = dict[str, Array]
 HALTED = "halted"
@@ -110,8 +111,7 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Run one step on a batch's leaves; the old state is donated."""
-        inside = any(isinstance(leaf, Tracer) for leaf in batch)
-        if inside:
+        if any(isinstance(leaf, Tracer) for leaf in batch):
             return self._traceable(state, list(batch))
         # The first step may change the formats of the optimizer's state.
         if self._ahead and self._ahead[0] == _kinds(state, batch):
@@ -150,7 +150,7 @@ class TrainStep:
         A key that stands for the step and all that its lowering depends on lets later processes
         load what this one has lowered.
         """
-        arguments = self.abstract_state(), list(batch)
+        arguments = self.abstract_state, list(batch)
         if key is not None:
             kept = kept_program(self._traceable, arguments, key, self._jit)
             if kept is not None:
@@ -174,19 +174,12 @@ class TrainStep:
         """Return the values of the step's leaves in layout order."""
         return self._join(state.params, state.model_state)
 
-    def abstract_state(self) -> TrainState:
-        """Return the state as ShapeDtypeStructs with shardings."""
-        return self._abstract_state
-
     @functools.cached_property
-    def _abstract_state(self) -> TrainState:
+    def abstract_state(self) -> TrainState:
+        """The state as ShapeDtypeStructs with shardings."""
         structs = [step.leaf.struct for step in self.traced.layout.step_leaves]
         abstract = jax.eval_shape(self.fresh_state, structs)
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            abstract,
-            self.shardings.state,
-        )
+        return jax.tree.map(placed_struct, abstract, self.shardings.state)
 
     def _make_shardings(self) -> StepShardings:
         at_rest = self.decision.at_rest

@@ -83,7 +83,7 @@ class DPO:
         else:
             moved = totals - self._reference(model, batch).astype(totals.dtype)
             margins = self.beta * (moved[:, 0] - moved[:, 1])
-            losses = self._pair_losses(moved, lengths)
+            losses = self._pair_losses(moved, lengths, margins)
         weights = read_weights(batch, losses)
         metrics = {"accuracy": weigh(margins > 0, weights), "margin": weigh(margins, weights)}
         for n, side in enumerate(SIDES):
@@ -98,12 +98,11 @@ class DPO:
             known = reference(self.initial_fields, model, batch)
         return jax.lax.stop_gradient(jnp.stack([_read(known, n) for n in REFERENCE], axis=1))
 
-    def _pair_losses(self, moved: Array, lengths: Array) -> Array:
+    def _pair_losses(self, moved: Array, lengths: Array, margins: Array) -> Array:
         """Return the loss of each pair, from how far log-probabilities moved [B, 2] → [B]."""
         if self.variant == "ipo":
             means = moved / jnp.maximum(lengths, 1)
             return (means[:, 0] - means[:, 1] - 1 / (2 * self.beta)) ** 2
-        margins = self.beta * (moved[:, 0] - moved[:, 1])
         right, wrong = jax.nn.log_sigmoid(margins), jax.nn.log_sigmoid(-margins)
         return -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
 

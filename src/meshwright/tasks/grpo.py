@@ -163,8 +163,7 @@ class GRPO(GrpoConfig, GenerationConfig):
             floor = self.dual_clip * advantage
             objective = jnp.where(advantage < 0, jnp.maximum(objective, floor), objective)
         low = (ratio < 1 - self.epsilon) & (advantage < 0)
-        high = (ratio > highest) & (advantage > 0)
-        return objective, low, high
+        return objective, low, (ratio > highest) & (advantage > 0)
 
     def _metrics(self, batch: Batch, new: Array, mask: Array, sampler: Array) -> Metrics:
         """Return what happened in the rollout, and how sampler and trainer differ."""

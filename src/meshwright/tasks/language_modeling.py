@@ -66,8 +66,7 @@ class LanguageModeling:
 
     def example_batch(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape of ``tokens``: int32 [B, T+1]."""
-        shape = (batch_size, self.context_length + 1)
-        return {"tokens": jax.ShapeDtypeStruct(shape, np.int32)}
+        return {"tokens": jax.ShapeDtypeStruct((batch_size, self.context_length + 1), np.int32)}
 
     def synthetic_batch(self, seed: int, batch_size: int) -> dict[str, np.ndarray]:
         """Return rows that count in steps of 1 to 4 from a random token, modulo the vocabulary."""

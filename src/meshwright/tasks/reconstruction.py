@@ -41,8 +41,7 @@ class Reconstruction:
 
     def example_batch(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape of the input: float32 [B, ...]."""
-        shape = (batch_size, *self.input_shape)
-        return {self.input_name: jax.ShapeDtypeStruct(shape, np.float32)}
+        return {self.input_name: jax.ShapeDtypeStruct((batch_size, *self.input_shape), np.float32)}
 
     def synthetic_batch(self, seed: int, batch_size: int) -> dict[str, np.ndarray]:
         """Return inputs from 0 to 1 that vary in four hidden directions only."""

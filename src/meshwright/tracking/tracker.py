@@ -77,8 +77,7 @@ class Trackers(Tracker):
         except Exception as error:
             # A service or a disk that fails must not end the run.
             del self._trackers[name]
-            reason = first_line(error)
-            message = f"tracking by {name} stopped: {reason}"
+            message = f"tracking by {name} stopped: {first_line(error)}"
             self.event("warning", step, message, {"tracker": name})
             if not self._trackers:
                 logger.warning("%s", mask_text(message))

@@ -119,8 +119,7 @@ class BackgroundCheckpointer(Checkpointer):
         self._log_outcome(self.store.close())
         if self._failed is not None and earlier is None:
             step, reason = self._failed.step, self._failed.reason
-            message = f"step {step} could not be saved: {reason}"
-            self.log_event("warning", step, message, {})
+            self.log_event("warning", step, f"step {step} could not be saved: {reason}", {})
 
     def _raise_failed(self) -> None:
         """End the run, which would otherwise continue without a checkpoint to return to."""

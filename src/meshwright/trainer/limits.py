@@ -91,8 +91,7 @@ class Limits:
     def _out_of_time(self) -> Stop | None:
         if self.seconds is None or not is_main():
             return None
-        spent = time.monotonic() - self._started
-        if spent < self.seconds:
+        if time.monotonic() - self._started < self.seconds:
             return None
         return Stop(StopReason.OUT_OF_TIME, f"{self.seconds:g} s have passed")
 

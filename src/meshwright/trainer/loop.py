@@ -200,9 +200,8 @@ class Loop:
         values.pop(HALTED, None)
         if progress.skipped:
             values["skipped"] = values.get("skipped", 0.0) + progress.skipped
-        values |= self.meter.read(progress.step, self.feed.waited)
-        # Of the steps that were profiled, and so written once.
-        values |= self.shares
+        # Shares are of the steps that were profiled, and so written once.
+        values |= self.meter.read(progress.step, self.feed.waited) | self.shares
         self.shares = {}
         progress.losses[step] = values["loss"]
         rewarded = "zero_variance" in values

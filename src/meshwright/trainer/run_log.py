@@ -230,7 +230,7 @@ def describe_devices(devices: Any) -> dict[str, Any]:
 
 def memory_per_device(assembled: Assembled, compiled: CompiledStep) -> dict[str, int | None]:
     """Return the bytes of one device by purpose."""
-    state = assembled.step.abstract_state()
+    state = assembled.step.abstract_state
     batch = 0
     if compiled.memory is not None:
         batch = compiled.memory.argument - bytes_on_device(state)

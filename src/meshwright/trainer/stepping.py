@@ -114,8 +114,7 @@ class SteppingTrainer(TrainerSettings):
             start = find_start(self, alone, programs, self._memory.result)
             self._stepping = Stepping(self, programs, start, start.state(), start.steps)
             assembled = programs.assembled
-            wrong = assembled.traced.wrong_indices(batch)
-            for text in (*assembled.remarks, *wrong):
+            for text in (*assembled.remarks, *assembled.traced.wrong_indices(batch)):
                 warnings.warn(text, stacklevel=2)
         return self._stepping(batch)
 

@@ -27,7 +27,6 @@ from meshwright.processes.peers import explain_loss
 from meshwright.profile import NoProfiling, Profiling
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase, current_interrupt
-from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.trainer.batch_loader import BatchFeed, BatchLoader, count_batches
@@ -323,6 +322,9 @@ class TrainingRun:
             batch_size=batch_size,
         )
         rate = LearningRate(self._schedule, self._assembled.step.optimizer.leaves)
+        profiling = NoProfiling()
+        if asked.profile and self._run_dir is not None:
+            profiling = Profiling(self._run_dir / "trace", self._assembled.mesh, compiled.text)
         return Loop(
             step=compiled.run,
             feed=feed,
@@ -332,7 +334,7 @@ class TrainingRun:
             log=log,
             callbacks=self._callbacks,
             checkpointer=checkpointer,
-            profiling=_make_profiling(asked, self._assembled, compiled),
+            profiling=profiling,
             evaluator=self._evaluator,
             eval_every=asked.eval_every,
             sample=self._sample,
@@ -354,8 +356,7 @@ class TrainingRun:
         if asked.eval_data is None:
             return None
         if self._rollouts is not None:
-            most = asked.eval_batches and asked.eval_batches * self._plan.batch.global_batch_size
-            return RewardEvaluator(self._rollouts, asked.eval_data, most)
+            return RewardEvaluator(self._rollouts, asked.eval_data, asked.eval_batches)
         evaluator = Evaluator(self._programs, asked.eval_data, limit=asked.eval_batches, ema=ema)
         evaluator.check()
         return evaluator
@@ -444,11 +445,3 @@ def _make_rollouts(
     for prompts in filter(None, (asked.data.prompts, asked.eval_data)):
         rollouts.check(prompts)
     return rollouts
-
-
-def _make_profiling(
-    asked: FitSettings, assembled: Assembled, compiled: CompiledStep
-) -> NoProfiling:
-    if not asked.profile or asked.run_dir is None:
-        return NoProfiling()
-    return Profiling(asked.run_dir / "trace", assembled.mesh, compiled.text)

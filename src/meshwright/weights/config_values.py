@@ -155,13 +155,15 @@ ROTARY = {
 """Keys of config.json for rotary positions."""
 
 
-def rotary(values: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """Return the rotary settings: rope_type, rope_theta (by default ``base``) and its numbers.
+def rotary(values: Mapping[str, Any], *known: str) -> dict[str, Any]:
+    """Return the rotary settings: rope_type, rope_theta and its numbers; refuse types not known.
 
     As in transformers, the older spelling replaces the newer one, and its base the one outside.
     """
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
-    return rope_settings(values[key] or {}, values["rope_theta"] or base, key)
+    settings = rope_settings(values[key] or {}, values["rope_theta"] or 10_000.0, key)
+    refuse_other_scaling(settings, *known)
+    return settings
 
 
 def rope_settings(found: Mapping[str, Any], base: float, where: str) -> dict[str, Any]:

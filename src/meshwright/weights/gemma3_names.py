@@ -109,8 +109,7 @@ def _global_every(values: Mapping[str, Any]) -> int:
 
 def _gemma2_arguments(values: HfConfig) -> dict[str, Any]:
     refuse_uneven_heads(values)
-    settings = rotary(values, 10_000.0)
-    refuse_other_scaling(settings, "default")
+    settings = rotary(values, "default")
     return {
         "global_every": _global_every({**values, "sliding_window_pattern": 2}),
         "rope_base": settings["rope_theta"],

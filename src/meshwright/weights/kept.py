@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.builders import parameters_of
+from meshwright.config.builders import defaults_of
 from meshwright.models import find_builder
 from meshwright.weights.families import find_family, text_model
 from meshwright.weights.family import HfConfig
@@ -71,5 +71,4 @@ def token_ids(kept: KeptFiles) -> dict[str, int | None]:
 
 def with_defaults(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model with the defaults of those that are not given."""
-    parameters = parameters_of(find_builder(kind)).values()
-    return {**{p.name: p.default for p in parameters if p.default is not p.empty}, **arguments}
+    return {**defaults_of(find_builder(kind)), **arguments}

@@ -7,7 +7,6 @@ from meshwright.weights.config_values import (
     Key,
     WrongValue,
     only,
-    refuse_other_scaling,
     rotary,
     scaling_numbers,
     without_effect,
@@ -48,8 +47,7 @@ _CONTEXT = "original_max_position_embeddings"
 
 def _arguments(values: HfConfig) -> dict[str, Any]:
     refuse_uneven_heads(values)
-    settings = rotary(values, 10_000.0)
-    refuse_other_scaling(settings, "default", "llama3")
+    settings = rotary(values, "default", "llama3")
     scaled = {} if settings["rope_type"] == "default" else _SCALING
     # As in transformers, a context outside counts more than one inside, and is the whole if neither
     # is given.
@@ -162,8 +160,7 @@ QWEN2 = decoder_family(
 
 
 def _qwen3_arguments(values: HfConfig) -> dict[str, Any]:
-    settings = rotary(values, 10_000.0)
-    refuse_other_scaling(settings, "default")
+    settings = rotary(values, "default")
     check_layer_types(values, _FULL)
     return {"rope_base": settings["rope_theta"]}
 
@@ -187,7 +184,7 @@ QWEN3 = decoder_family(
 
 
 def _phi3_arguments(values: HfConfig) -> dict[str, Any]:
-    refuse_other_scaling(rotary(values, 10_000.0), "default")
+    rotary(values, "default")
     return _arguments(values)
 
 

@@ -72,8 +72,7 @@ def _read_piece(
         return weights.read(paths[0], ranges, step.leaf.dtype)
     rows = step.rows or tuple(range(len(paths)))
     wanted = rows[slice(*ranges[0])]
-    shape = [stop - start for start, stop in ranges]
-    piece = np.empty(shape, step.leaf.dtype)
+    piece = np.empty([stop - start for start, stop in ranges], step.leaf.dtype)
     for row, source in enumerate(wanted):
         piece[row] = weights.read(paths[source], ranges[1:], step.leaf.dtype)
     return piece

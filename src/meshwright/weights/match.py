@@ -47,8 +47,7 @@ class Weights:
     def read(self, path: str, ranges: Sequence[Range], dtype: Any) -> NDArray[Any]:
         """Read a slice of one of the model's arrays."""
         place = self._places[path]
-        tensor = self._tensors[place.name]
-        found = place.view.read(tensor, ranges, self.shapes[path], self._sizes)
+        found = place.view.read(self._tensors[place.name], ranges, self.shapes[path], self._sizes)
         return np.ascontiguousarray(found, dtype)
 
     def read_whole(self, path: str, dtype: Any) -> NDArray[Any]:

@@ -51,10 +51,10 @@ def test_an_axis_over_two_nodes_sends_a_part_per_device():
 
 def test_an_axis_across_nodes_only_has_the_network():
     link, _ = link_of("2x8xH100", data=2, tensor=8)
-    assert (link.axis, link.inside, link.nodes, link.fast) == ("tensor", 8, 1, True)
+    assert (link.axis, link.inside, link.nodes) == ("tensor", 8, 1)
     hardware = parse_hardware("2x8xH100")
     data = axis_links(hardware, {"data": 2, "tensor": 8})["data"]
-    assert (data.inside, data.nodes, data.fast) == (1, 2, False)
+    assert (data.inside, data.nodes) == (1, 2)
     assert data.gb_per_s == 50 * hardware.chip.link_share
     assert data.latency_s == hardware.chip.inter_node_latency_us * 1e-6
     sent = LARGE / (data.gb_per_s * 1e9)

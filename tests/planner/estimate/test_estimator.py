@@ -92,7 +92,7 @@ def test_the_state_is_exact_on_every_mesh(estimator, mesh, zero):
     plan = make_plan(mesh, microbatches=4 if "pipe" in mesh else 1, zero=zero)
     step = assembled_for(plan).step
     placed = zip(
-        jax.tree.leaves(step.abstract_state()),
+        jax.tree.leaves(step.abstract_state),
         jax.tree.leaves(step.shardings.state),
         strict=True,
     )

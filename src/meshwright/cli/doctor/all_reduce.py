@@ -31,8 +31,7 @@ def check_all_reduce(
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(timeout_seconds)
-    received = outcome.get("received", {})
-    wrong = find_wrong([device.id for device in devices], received)
+    wrong = find_wrong([device.id for device in devices], outcome.get("received", {}))
     error = outcome["error"]
     return {
         "ok": error is None and not wrong,

@@ -82,8 +82,7 @@ class BatchRun:
             self.weights.append(others)
             self.gradients[microbatch, at] = jnp.ones((), result.y.dtype)
         else:
-            output = self.outputs[at].join(result.y, others)
-            self.arrived[microbatch, at + 1] = output
+            self.arrived[microbatch, at + 1] = self.outputs[at].join(result.y, others)
 
     def backward(self, op: Op, at: int) -> None:
         """Start a backward pass, or its input gradient alone, and pass the gradient back."""

@@ -144,8 +144,7 @@ def _from_nnx(module: nnx.Module) -> Part:
 
     def apply(params: PyTree, state: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         merged: Any = nnx.merge(graphdef, params, state, copy=True)
-        y = merged(x)
-        return y, nnx.state(merged, nnx.Not(nnx.Param))
+        return merged(x), nnx.state(merged, nnx.Not(nnx.Param))
 
     def evaluate(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
         merged: Any = nnx.merge(graphdef, params, state, copy=True)

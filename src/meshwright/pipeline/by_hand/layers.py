@@ -118,13 +118,12 @@ def _check_shared(layers: Sequence[Layer]) -> None:
             before, first = owners.setdefault(id(variable), (number, path))
             if before == number:
                 continue
-            random = isinstance(variable, nnx.RngState)
             raise UserError(
                 f"layers {before} and {number} share the {type(variable).__name__} "
                 f"`{first}`" + (f" (`{path}`)" if path != first else ""),
                 why="each stage trains values of its own, so the two would diverge",
                 fix="give each layer its own nnx.Rngs, or a copy of the module"
-                if random
+                if isinstance(variable, nnx.RngState)
                 else f"write one module that contains both uses, or {WHOLE_MODEL}",
             )
 

@@ -57,8 +57,7 @@ def check_seed(seed: object) -> None:
 
 def check_unused(states: PyTree) -> None:
     """Refuse optimizer states whose buffers an earlier step has reused."""
-    leaves = jax.tree.leaves(states)
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(states)):
         raise UserError(
             "states were already used by an earlier step",
             why="a step reuses their memory for the new states it returns",
@@ -179,7 +178,9 @@ def check_loss(loss: Callable[[PyTree, PyTree], object], output: PyTree, target:
             "the loss is not a float, so it has no gradient"
             if scalar
             else "the loss is not a scalar",
-            why=f"loss(output, target) returns {_kind(value)}",
+            why="loss(output, target) returns "
+            + ("" if isinstance(value, jax.ShapeDtypeStruct) else f"{a_type(value)} of ")
+            + describe(value),
             fix="return its mean over samples, or mw.Weighted(total, weight)",
         )
 
@@ -208,17 +209,10 @@ def check_like(name: str, new: PyTree, present: PyTree) -> None:
             f"{name} has another structure than the stage's parameters",
             fix="change the values in pipeline.params with jax.tree.map, not its structure",
         )
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(present), strict=True)
-    for value, old in pairs:
+    for value, old in zip(jax.tree.leaves(new), jax.tree.leaves(present), strict=True):
         if np.shape(value) != old.shape:
             raise UserError(
                 f"{name} has an array of shape {list(np.shape(value))} "
                 f"for one of {list(old.shape)}",
                 fix="give arrays of the same shapes",
             )
-
-
-def _kind(value: PyTree) -> str:
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return describe(value)
-    return f"{a_type(value)} of {describe(value)}"

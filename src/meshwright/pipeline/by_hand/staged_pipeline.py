@@ -213,10 +213,9 @@ class Pipeline:
     def init(self, optimizer: optax.GradientTransformation) -> list[PyTree]:
         """Return an optax optimizer's state for each stage, on the stage's devices."""
         check_optimizer(optimizer)
-        pairs = zip(self._stages, self._params, strict=True)
         return [
             jax.jit(lambda params: copied(optimizer.init(params)), out_shardings=s.everywhere)(own)
-            for s, own in pairs
+            for s, own in zip(self._stages, self._params, strict=True)
         ]
 
     def update(
@@ -267,10 +266,9 @@ class Pipeline:
 
         A Linen module is returned bound to its values: call it, or use ``unbind()``.
         """
-        pairs = zip(self._parts, self._params, self._states, strict=True)
         return [
             layer
-            for part, params, state in pairs
+            for part, params, state in zip(self._parts, self._params, self._states, strict=True)
             for layer in part.rebuild(*jax.tree.map(to_default_device, (params, state)))
         ]
 

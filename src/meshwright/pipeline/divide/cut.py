@@ -139,8 +139,7 @@ class _Cutter:
             return leaf
         after = self.next_values[number]
         if isinstance(after, Literal) or after not in self.scan.results:
-            what = f"`{leaf.path}` is changed outside the blocks"
-            raise _cannot_cut(what, self.traced)
+            raise _cannot_cut(f"`{leaf.path}` is changed outside the blocks", self.traced)
         return replace(leaf, result=self.scan.results.index(after))
 
     def collected(self) -> tuple[int, ...]:

@@ -93,14 +93,6 @@ def _changed(eqn: Equation, part: Atom) -> tuple[int, ...]:
     return tuple(d for d, (whole, size) in enumerate(sizes) if whole != size)
 
 
-def _padded(eqn: Equation) -> tuple[int, ...]:
-    return tuple(d for d, amounts in enumerate(eqn.params["padding_config"]) if any(amounts))
-
-
-def _windowed(eqn: Equation) -> tuple[int, ...]:
-    return tuple(d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1)
-
-
 def _named(parameter: str) -> Callable[[Equation], tuple[int, ...]]:
     def find(eqn: Equation) -> tuple[int, ...]:
         return tuple(np.atleast_1d(eqn.params[parameter]).tolist())
@@ -113,14 +105,15 @@ _MOVES: dict[str, Callable[[Equation], tuple[int, ...]]] = {
     "slice": lambda eqn: _changed(eqn, eqn.outvars[0]),
     "dynamic_slice": lambda eqn: _changed(eqn, eqn.outvars[0]),
     "dynamic_update_slice": lambda eqn: _changed(eqn, eqn.invars[1]),
-    "pad": _padded,
+    "pad": lambda eqn: tuple(d for d, by in enumerate(eqn.params["padding_config"]) if any(by)),
     "concatenate": _named("dimension"),
     "split": _named("axis"),
     "sort": _named("dimension"),
     "top_k": lambda eqn: (len(aval_of(eqn.invars[0]).shape) - 1,),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _named("axis")),
     **dict.fromkeys(
-        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windowed
+        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
+        lambda eqn: tuple(d for d, n in enumerate(eqn.params["window_dimensions"]) if n > 1),
     ),
 }
 """By primitive, what returns the dims along which an equation moves values."""

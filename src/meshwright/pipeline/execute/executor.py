@@ -204,8 +204,7 @@ class StageExecutor:
         def run(sums: BlockWeights) -> BlockWeights:
             cut = read_slot(carry.cuts, op.cut)
             saved = read_slot(carry.saved, op.saved)
-            held = self.work.held(op.chunk)
-            weights = self.work.vjp.weight_gradient(held, saved, cut.values)
+            weights = self.work.vjp.weight_gradient(self.work.held(op.chunk), saved, cut.values)
             return self.work.add(sums, weights, op.chunk, cut.weight)
 
         sums = self.order.when(TickOp.WEIGHT, op.microbatch >= 0, run, self._block_sums(carry))
@@ -218,8 +217,7 @@ class StageExecutor:
         op, reads = row.backward, self.functions.embed_reads
 
         def run(outer: LeafValues) -> LeafValues:
-            gradients = self.work.embed_gradient(op.microbatch, back)
-            return added(outer, gradients, back.weight)
+            return added(outer, self.work.embed_gradient(op.microbatch, back), back.weight)
 
         if not reads:
             return sums

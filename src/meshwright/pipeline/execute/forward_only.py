@@ -105,8 +105,7 @@ class PipelinedForward:
                 ),
                 losses,
             )
-            sent = Transfer(TickOp.SEND, message, pairs, None)
-            return (order.send(sent), losses), None
+            return (order.send(Transfer(TickOp.SEND, message, pairs, None)), losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
         message = zeros_like_shapes(jax.eval_shape(lambda: forward.embed(first)))

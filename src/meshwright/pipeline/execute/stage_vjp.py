@@ -10,7 +10,7 @@ from jax import Array
 from meshwright.pipeline.execute.least_saved import BackwardHalves, least_saved, split_backward
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.program.evaluate.dependencies import inlined, needed_equations, variables
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, entering
 from meshwright.program.jaxpr.equations import (
     ClosedJaxpr,
     Equation,
@@ -192,12 +192,8 @@ def _trace_forward(
         return [*results, *residuals]
 
     closed = jax.make_jaxpr(run)(weights, fixed, x, others)
-    return inlined(closed, [_enter_differentiated]), *trees[-1]
-
-
-def _enter_differentiated(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Inline a function whose derivative has been taken already, so that it counts as cheap."""
-    return enter_call(eqn, env) if eqn.primitive.name == "custom_jvp_call" else None
+    # Functions whose derivative has been taken already are inlined, so that they count as cheap.
+    return inlined(closed, [entering({"custom_jvp_call"})]), *trees[-1]
 
 
 _CAST = "convert_element_type"

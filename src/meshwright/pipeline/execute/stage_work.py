@@ -245,8 +245,7 @@ class StageWork(StageForward):
     def _constant(self, values: StageValues, chunk: Array) -> tuple[BlockWeights, list[BlockRow]]:
         """Return the weights of a chunk, and its constant leaves."""
         outer = values.pick(self.functions.blocks_read)
-        weights = BlockWeights(self.rows(values.weights, chunk), outer)
-        return weights, self.rows(values.fixed, chunk)
+        return BlockWeights(self.rows(values.weights, chunk), outer), self.rows(values.fixed, chunk)
 
     def _operands(
         self,
@@ -258,8 +257,7 @@ class StageWork(StageForward):
     ) -> tuple[list[Array], BlockInputs]:
         floats, others = self.split.split(message)
         virtual_stage = chunk * self.shape.num_stages + stage
-        rows = self.rows(changing, chunk)
-        return floats, BlockInputs(others, rows, microbatch, virtual_stage)
+        return floats, BlockInputs(others, self.rows(changing, chunk), microbatch, virtual_stage)
 
     def _losses_shape(self) -> Losses:
         message, first = zeros_like_shapes(self.message_shapes), self.microbatch(self._first)

@@ -190,8 +190,7 @@ class _Allocation:
             free_from: list[int] = []
             own = np.nonzero(lives.exist & (self.stage == stage))
             lists = (each.tolist() for each in (lives.first[own], lives.last[own], *own))
-            of_stage = sorted(zip(*lists, strict=True))
-            for first, last, microbatch, virtual in of_stage:
+            for first, last, microbatch, virtual in sorted(zip(*lists, strict=True)):
                 slot = next((n for n, tick in enumerate(free_from) if tick < first), len(free_from))
                 free_from[slot : slot + 1] = [last]
                 slots[microbatch, virtual] = slot

@@ -54,8 +54,7 @@ def bubble_with(
     """Return the share of time stages wait in lockstep, each as slow as its cost says."""
     if not any(stage_costs):
         return schedule.bubble(num_microbatches, num_stages)
-    times = Times.of_costs(stage_costs)
-    return schedule.table(num_microbatches, num_stages).timeline(times).bubble
+    return schedule.table(num_microbatches, num_stages).timeline(Times.of_costs(stage_costs)).bubble
 
 
 def imbalance(stage_costs: Costs) -> Fraction:
@@ -65,11 +64,11 @@ def imbalance(stage_costs: Costs) -> Fraction:
 
 def _too_few(schedule: Schedule, count: int, stages: int, samples: int, replicas: int) -> str:
     enough = MICROBATCHES_PER_STAGE * stages
-    now, then = (_percent(schedule.efficiency(n, stages)) for n in (count, enough))
+    now, then = (float(schedule.efficiency(n, stages)) for n in (count, enough))
     few = "1 microbatch is" if count == 1 else f"{count} microbatches are"
     return (
-        f"{few} few for {stages} stages: efficiency {now}; "
-        f"{_setting(enough, samples, replicas)} gives {then}"
+        f"{few} few for {stages} stages: efficiency {now:.0%}; "
+        f"{_setting(enough, samples, replicas)} gives {then:.0%}"
     )
 
 
@@ -81,8 +80,8 @@ def _large_bubble(
     smaller = f", or {Setting('pipeline.schedule', 'zb_h1')} a smaller bubble"
     other = "" if schedule.splits_backward else smaller
     return (
-        f"stages wait {_percent(bubble)} of the time; {_setting(needed, samples, replicas)} "
-        f"gives an efficiency of {_percent(schedule.efficiency(needed, stages))} if they have "
+        f"stages wait {float(bubble):.0%} of the time; {_setting(needed, samples, replicas)} "
+        f"gives an efficiency of {float(schedule.efficiency(needed, stages)):.0%} if they have "
         f"equal work{other}"
     )
 
@@ -106,14 +105,10 @@ def _is_uneven(stage_costs: Costs, equal: Fraction, bubble: Fraction) -> bool:
 def _imbalance(stage_costs: Costs, equal: Fraction, bubble: Fraction, remedy: str) -> str:
     excess = imbalance(stage_costs)
     total = sum(Fraction(cost) for cost in stage_costs)
-    shares = ", ".join(_percent(Fraction(cost) / total) for cost in stage_costs)
+    shares = ", ".join(f"{float(Fraction(cost) / total):.0%}" for cost in stage_costs)
     slowest = max(range(len(stage_costs)), key=lambda stage: stage_costs[stage])
     return (
-        f"stage {slowest} has {_percent(excess)} more work than the mean (shares of the work: "
-        f"{shares}), so stages wait {_percent(bubble)} of the time instead of {_percent(equal)}; "
+        f"stage {slowest} has {float(excess):.0%} more work than the mean (shares of the work: "
+        f"{shares}), so stages wait {float(bubble):.0%} of the time instead of {float(equal):.0%}; "
         f"{remedy}"
     )
-
-
-def _percent(share: Fraction) -> str:
-    return f"{float(share) * 100:.0f}%"

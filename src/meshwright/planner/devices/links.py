@@ -31,7 +31,6 @@ class AxisLink:
     nodes: int
     gb_per_s: float
     latency_s: float
-    fast: bool
     inside_gb_per_s: float
     pair_gb_per_s: float
     steps: int
@@ -82,7 +81,6 @@ def _axis_link(
         nodes=nodes,
         gb_per_s=min(network, own) if inside > 1 else network,
         latency_s=(chip.inter_node_latency_us if nodes > 1 else chip.intra_node_latency_us) * 1e-6,
-        fast=nodes == 1,
         inside_gb_per_s=own,
         pair_gb_per_s=min(links.pair * per_link, network) if inside > 1 else network,
         steps=links.steps,

@@ -301,8 +301,7 @@ class Estimator:
         working = partial(working_in, program.timeline, sizes, blocks.backward)
         at_hand = STAGE_MICROBATCHES.value * each
         own = working(inside=True) + at_hand + self._recomputed(case) * max(0.0, depth - 1)
-        state = self._states.of(plan)
-        gradients, gathered = _outside_of_stages(plan, state)
+        gradients, gathered = _outside_of_stages(plan, self._states.of(plan))
         uses: dict[Use, float] = {
             # There are the gradient of a microbatch and the sum of them.
             "gradients": 2 * gradients,

@@ -25,7 +25,7 @@ seconds: the model is traced for it once more, while every run waits to start.""
 def least_memory(assembled: Assembled) -> MemoryEstimate:
     """Return what a step needs before it computes anything, from the placement of every leaf."""
     step, layout = assembled.step, assembled.traced.layout
-    state = step.abstract_state()
+    state = step.abstract_state
     # Gradients must all be finite before the first parameter changes, or they are added up.
     together = state.halted is not None or assembled.plan.batch.gradient_accumulation_steps > 1
     placed = zip(layout.step_leaves, assembled.decision.gradients, strict=True)

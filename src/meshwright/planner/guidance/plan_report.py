@@ -142,10 +142,9 @@ def _compared(estimator: Estimator, task: PlanTask) -> Estimate:
 
 def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: PlanTask) -> list[str]:
     mistakes = find_anti_patterns(estimator, other, best, task.memory_share)
-    fits = other.fits(task.memory_share)
     lines = (
         [compare_plans(best, other)]
-        if fits
+        if other.fits(task.memory_share)
         else [f"{other.plan.describe()} {too_large(other, task.memory_share)}."]
     )
     return [*lines, *map(str, mistakes)]

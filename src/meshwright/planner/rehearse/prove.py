@@ -101,28 +101,23 @@ def rehearse_apart(
     kept = [w for w in without_planned(overrides) if w.partition("=")[0] not in _DEVICES]
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as folder:
         file = Path(folder) / "plan.yaml"
-        file.write_text(estimate.plan.to_yaml(), encoding="utf-8")
+        plan = estimate.plan
+        file.write_text(plan.to_yaml(), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "meshwright", "rehearse", *kept, f"plan={file}"]
+        devices = f"hardware={estimate.hardware}" if for_gpus else f"simulate={plan.num_devices}"
         done = subprocess.run(
-            [*command, *_target(estimate, for_gpus=for_gpus), "--json"],
+            [*command, devices, "--on", "gpu" if for_gpus else "cpu", "--json"],
             capture_output=True,
             text=True,
             check=False,
         )
     if done.returncode:
         raise EnvironmentProblem(
-            f"the plan {estimate.plan.describe()} could not be compiled",
+            f"the plan {plan.describe()} could not be compiled",
             why=done.stderr.strip()[-2000:],
             fix="`meshwright rehearse` with the same settings shows more",
         )
     return json.loads(done.stdout)
-
-
-def _target(estimate: Estimate, *, for_gpus: bool) -> list[str]:
-    """Return what to compile for: the GPUs of the estimate, or virtual CPU devices."""
-    if for_gpus:
-        return [f"hardware={estimate.hardware}", "--on", "gpu"]
-    return [f"simulate={estimate.plan.num_devices}", "--on", "cpu"]
 
 
 def proof_table(proved: Sequence[ProvedPlan]) -> Columns:

@@ -77,10 +77,11 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
     if run:
         with advice.during(lambda: "running the step", known), activity("running the step"):
             measured = _measure(assembled, program)
+    kind = "virtual" if devices.flat[0].platform == "cpu" else "none of them here"
     return Rehearsal(
         plan=assembled.plan,
         compiled_for=f"{devices.size} × {devices.flat[0].device_kind}"
-        + f" ({_existence(devices.flat[0], run=run)})",
+        + f" ({'mocked' if run else kind})",
         for_gpus=on_gpus,
         memory=program.memory,
         state=least.state,
@@ -91,17 +92,9 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
     )
 
 
-def _existence(device: Any, *, run: bool) -> str:
-    """Say whether a device exists."""
-    if run:
-        return "mocked"
-    return "virtual" if device.platform == "cpu" else "none of them here"
-
-
 def _measure(assembled: Assembled, program: CompiledProgram) -> Measured:
     """Run the program of the first device with zeros, which take as long as any other values."""
-    step = assembled.step
-    abstract = (step.abstract_state(), batch_shapes(assembled))
+    abstract = (assembled.step.abstract_state, batch_shapes(assembled))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     state, batch = jax.jit(lambda: jax.tree.map(_zeros, abstract), out_shardings=shardings)()
     seconds: list[float] = []

@@ -11,7 +11,7 @@ from meshwright.config.batch import DEFAULT_MICRO_BATCH_SIZE, Batch
 from meshwright.config.schema import Config, KernelChoice, Precision, Remat, ShardingConfig
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE, Hardware
-from meshwright.mesh.axes import AXES, BATCH_AXES, CONTEXT, INFER, shown_sizes
+from meshwright.mesh.axes import AXES, BATCH_AXES, CONTEXT, INFER, divisors, shown_sizes
 from meshwright.plan import Plan, mesh_sizes, precision, resolve_mesh
 from meshwright.text.units import counted
 
@@ -85,8 +85,7 @@ def all_sizes(num_devices: int, fixed: Sizes, *, tokens: int = 0) -> Iterator[di
     """
     if tokens < LONG_ROWS:
         fixed = {CONTEXT: 1, **fixed}
-    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    choices = {axis: [fixed[axis]] if axis in fixed else divisors for axis in AXES}
+    choices = {axis: [fixed[axis]] if axis in fixed else divisors(num_devices) for axis in AXES}
     first, *others = AXES
     for sizes in product(*(choices[axis] for axis in others)):
         rest, left = divmod(num_devices, math.prod(sizes))
@@ -102,9 +101,7 @@ def reduces_once(task: PlanTask, sizes: Sizes) -> bool:
 def micro_batch_sizes(task: PlanTask, sizes: Sizes, variant: Variant) -> list[int]:
     """Return the microbatch sizes that divide the batch on this mesh, the smallest first."""
     own = task.replicas_batch(sizes)
-    small = [size for size in range(1, math.isqrt(own) + 1) if own % size == 0]
-    divisors = sorted({*small, *(own // size for size in small)})
-    return [size for size in divisors if _allowed(own // size, size, task, sizes, variant)]
+    return [size for size in divisors(own) if _allowed(own // size, size, task, sizes, variant)]
 
 
 def _allowed(steps: int, micro: int, task: PlanTask, sizes: Sizes, variant: Variant) -> bool:

@@ -159,8 +159,7 @@ def _dividing(task: PlanTask, own: int) -> str:
     micro = task.fixed.micro_batch_size
     if micro is None or own % micro == 0:
         return ""
-    choices = nearest_divisors(own, micro)
-    return f", but {Setting('training.micro_batch_size', *choices)}"
+    return f", but {Setting('training.micro_batch_size', *nearest_divisors(own, micro))}"
 
 
 def _asked(task: PlanTask, variant: Variant) -> str:

@@ -242,12 +242,10 @@ class _Search:
         return list(dict.fromkeys([*scheduled, *seldom]))
 
     def _with_few_reductions(self, sizes: Sizes, variant: Variant) -> Variant:
-        seldom = self.task.fixed.sync_gradients_every is None
-        seldom = seldom and reduces_once(self.task, sizes)
+        may = self.task.fixed.sync_gradients_every is None and reduces_once(self.task, sizes)
         # Statistics of a microbatch, and comparisons within it, need the samples of all devices.
-        seldom = seldom and not self.estimator.keeps_statistics
-        seldom = seldom and self.estimator.sample_mixing is None
-        return replace(variant, sync_once=True) if seldom else variant
+        mixes = self.estimator.keeps_statistics or self.estimator.sample_mixing is not None
+        return replace(variant, sync_once=True) if may and not mixes else variant
 
     def _other_schedules(self, sizes: Sizes, variant: Variant) -> list[Variant]:
         choices = schedule_choices(self.task, sizes, self.estimator.num_blocks)

@@ -240,8 +240,7 @@ def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Est
         return None
     mesh = {axis: result.best.plan.size(axis) for axis in AXES}
     own = search(estimator, task, top=1, meshes=[mesh]).plans
-    limit = tied_with(plans[0].time.step)
-    return own[0] if own and own[0].time.step <= limit else plans[0]
+    return own[0] if own and own[0].time.step <= tied_with(plans[0].time.step) else plans[0]
 
 
 def _memory(task: PlanTask) -> Changes:

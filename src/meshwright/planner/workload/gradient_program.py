@@ -90,8 +90,7 @@ def trace_gradients(
     )
     decision = decide(traced, {}, ShardingConfig(), search=search, classes=classes)
     remat = choose_remat(variant.remat, keep_gathered=not variant.gathers)
-    view = MeshView(mesh, planned_for=variant.platform)
-    forward = forward_on(traced, decision, view, remat)
+    forward = forward_on(traced, decision, MeshView(mesh, planned_for=variant.platform), remat)
     leaves = traced.layout.step_leaves
     trained, other = traced.layout.numbers("param"), traced.layout.numbers("state")
 

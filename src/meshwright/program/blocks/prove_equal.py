@@ -208,8 +208,8 @@ def _parts_of_outer_values(bodies: Sequence[Sequence[Equation]]) -> list[int]:
     for number, eqns in enumerate(zip(*bodies, strict=True)):
         if not all(eqn.primitive.name in REARRANGES for eqn in eqns):
             continue
-        depends = any(not isinstance(a, Literal) and a in inside for e in eqns for a in e.invars)
-        if not depends and any(equation_difference(eqns[0], eqn) for eqn in eqns):
+        independent = inside.isdisjoint(variables_read(eqns))
+        if independent and any(equation_difference(eqns[0], eqn) for eqn in eqns):
             numbers.append(number)
             inside.difference_update(v for eqn in eqns for v in eqn.outvars)
     return numbers

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.program.dims.factors import Dim, Dims, Factors, class_ids
-from meshwright.program.jaxpr.equations import Equation
+from meshwright.program.jaxpr.equations import Equation, aval_of
 
 Shape = tuple[int, ...]
 
@@ -299,3 +299,17 @@ def unknown(op: Op) -> list[Dims]:
     for result, dims in enumerate(results):
         op.note("block", dims, op.out_nbytes(result))
     return results
+
+
+def free_dims(eqn: Equation, side: int) -> list[int]:
+    """Return the dims of an operand of a product that are neither contracted nor batch dims."""
+    contracting, batch = eqn.params["dimension_numbers"]
+    used = {*contracting[side], *batch[side]}
+    return [d for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]
+
+
+def result_dims(eqn: Equation) -> list[tuple[int | None, int | None]]:
+    """Return for each dim of a product's result which dim of each operand it is; None for none."""
+    left, right = free_dims(eqn, 0), free_dims(eqn, 1)
+    batch = zip(*eqn.params["dimension_numbers"][1], strict=True)
+    return [*batch, *((d, None) for d in left), *((None, d) for d in right)]

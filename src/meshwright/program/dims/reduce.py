@@ -35,8 +35,7 @@ def sort(op: Op) -> list[Dims]:
 
 def top_k(op: Op) -> list[Dims]:
     """Pick the largest along one dim, which must be whole."""
-    rank = len(op.dims())
-    axis = op.params.get("axis", op.params.get("reduction_dimension", -1)) % rank
+    axis = op.params.get("axis", op.params.get("reduction_dimension", -1)) % len(op.dims())
     op.gather([op.dims()[axis]])
     largest = op.fresh()[axis]
     op.make([largest])

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.program.dims.elementwise import ELEMENTWISE
-from meshwright.program.dims.op import primitives
+from meshwright.program.dims.op import primitives, result_dims
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind, scan_counts
 
 _REDUCTIONS = frozenset(
@@ -212,8 +212,7 @@ def _slice(eqn: Equation, result: int, dim: int) -> RowRule | None:
 def _dynamic_slice(eqn: Equation, result: int, dim: int) -> RowRule | None:
     if eqn.params["slice_sizes"][dim] != _in(eqn)[dim]:
         return None
-    others = [None] * (len(eqn.invars) - 1)
-    return RowRule((dim, *others), _resizing("slice_sizes", dim))
+    return RowRule((dim, *[None] * (len(eqn.invars) - 1)), _resizing("slice_sizes", dim))
 
 
 def _iota(eqn: Equation, result: int, dim: int) -> RowRule | None:
@@ -227,15 +226,7 @@ def _iota(eqn: Equation, result: int, dim: int) -> RowRule | None:
 
 
 def _product(eqn: Equation, result: int, dim: int) -> RowRule | None:
-    (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    if dim < len(left_batch):
-        return RowRule((left_batch[dim], right_batch[dim]), _bound)
-    place = dim - len(left_batch)
-    left = [i for i in range(len(_in(eqn))) if i not in (*left_sum, *left_batch)]
-    if place < len(left):
-        return RowRule((left[place], None), _bound)
-    right = [i for i in range(len(_in(eqn, 1))) if i not in (*right_sum, *right_batch)]
-    return RowRule((None, right[place - len(left)]), _bound)
+    return RowRule(result_dims(eqn)[dim], _bound)
 
 
 def _gather(eqn: Equation, result: int, dim: int) -> RowRule | None:

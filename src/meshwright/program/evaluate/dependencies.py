@@ -5,14 +5,13 @@ from collections.abc import Collection, Iterable, Sequence
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
+from meshwright.program.evaluate.evaluator import Evaluator, Rule
 from meshwright.program.jaxpr.equations import (
     WITHOUT_RESULT,
     Atom,
     ClosedJaxpr,
     Equation,
     Literal,
-    Value,
     Var,
     structs_of,
 )
@@ -64,7 +63,7 @@ def select_outputs(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJ
     """
     if closed.jaxpr.effects:
         # Debug prints and checks would keep their operands alive.
-        closed = inlined(closed, [_skip_effects])
+        closed = inlined(closed, [lambda e, _: [] if e.primitive.name in WITHOUT_RESULT else None])
     wanted = [number in set(outputs) for number in range(len(closed.jaxpr.outvars))]
     # Constants are made inputs first, so that unused ones are removed like unused inputs.
     jaxpr = closed.jaxpr.replace(
@@ -82,7 +81,3 @@ def inlined(closed: ClosedJaxpr, rules: Sequence[Rule] = ()) -> ClosedJaxpr:
     """Return a program with calls inlined, evaluated by these rules."""
     inputs = structs_of(closed.jaxpr.invars)
     return jax.make_jaxpr(lambda *args: Evaluator(rules).run(closed, args))(*inputs)
-
-
-def _skip_effects(eqn: Equation, env: Environment) -> list[Value] | None:
-    return [] if eqn.primitive.name in WITHOUT_RESULT else None

@@ -239,6 +239,11 @@ def enter_call(eqn: Equation, env: Environment) -> list[Value]:
     return env.run(called_jaxpr(eqn), env.operands(eqn))
 
 
+def entering(names: Collection[str]) -> Rule:
+    """Return a rule that evaluates the bodies of these calls inline."""
+    return lambda eqn, env: enter_call(eqn, env) if eqn.primitive.name in names else None
+
+
 def enter_scan(eqn: Equation, env: Environment) -> list[Value]:
     """Evaluate a scan; its body by the same rules."""
     operands = env.operands(eqn)

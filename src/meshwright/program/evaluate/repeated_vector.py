@@ -47,12 +47,7 @@ def repeat_vector(
     if parts is None:
         return jnp.broadcast_to(vector, shape)
 
-    @jax.custom_vjp
-    def run(vector: Any) -> Any:
-        return jnp.broadcast_to(vector, shape)
-
-    def forward(vector: Any) -> tuple[Any, None]:
-        return run(vector), None
+    run = jax.custom_vjp(lambda vector: jnp.broadcast_to(vector, shape))
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
         split = (*rows[:-1], parts, rows[-1] // parts)
@@ -61,7 +56,7 @@ def repeat_vector(
         of_parts = lax.optimization_barrier(of_parts)
         return (of_parts.sum(tuple(range(len(rows)))),)
 
-    run.defvjp(forward, backward)
+    run.defvjp(lambda vector: (run(vector), None), backward)
     return run(vector)
 
 

@@ -121,10 +121,6 @@ class Weights:
             return prepare(value)
         prepared = jax.custom_vjp(prepare)
 
-        # Not `prepared` itself: inside a checkpoint, its result would be another value and saved.
-        def forward(weight: Any) -> tuple[Any, None]:
-            return prepare(weight), None
-
         def backward(_: None, cotangent: Any) -> tuple[Any]:
             if mesh is not None and whole is not None:
                 # Whole first: otherwise the partitioner may move activations to the devices that
@@ -135,7 +131,8 @@ class Weights:
                 cotangent = jax.lax.with_sharding_constraint(cotangent, sharded)
             return (cotangent,)
 
-        prepared.defvjp(forward, backward)
+        # Not `prepared` itself: inside a checkpoint, its result would be another value and saved.
+        prepared.defvjp(lambda weight: (prepare(weight), None), backward)
         return checkpoint_name(prepared(value), GATHERED)
 
 

@@ -191,13 +191,10 @@ def _with_pullback(eqn: Equation, env: Environment) -> list[Value]:
     primal = called_jaxpr(eqn)
     function = jax.custom_vjp(lambda *operands: env.run(primal, operands))
 
-    def forward(*operands: Any) -> Any:
-        return env.run(primal, operands), operands
-
     def backward(operands: Any, cotangents: Any) -> Any:
         return tuple(env.run(pullback_of(eqn), [*operands, *cotangents]))
 
-    function.defvjp(forward, backward)
+    function.defvjp(lambda *operands: (env.run(primal, operands), operands), backward)
     return list(function(*env.operands(eqn)))
 
 

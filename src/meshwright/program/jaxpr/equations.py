@@ -135,8 +135,7 @@ def pullback_of(eqn: Equation) -> ClosedJaxpr:
         _, pull = jax.vjp(lambda *operands: bind(eqn, operands), *primals)
         return list(pull(list(cotangents)))
 
-    results = structs_of(primal.outvars)
-    return _traced_as_before(pullback, [*structs, *_tangent_structs(results)])
+    return _traced_as_before(pullback, [*structs, *_tangent_structs(structs_of(primal.outvars))])
 
 
 def _traced_as_before(rule: Callable[..., Any], structs: Sequence[Any]) -> ClosedJaxpr:

@@ -55,8 +55,7 @@ def _with_keys(tree: dict[str, Any], *, escaped: bool) -> dict[Any, Any]:
     keyed: dict[Any, Any] = {}
     for part, value in tree.items():
         key = part if texts else int(part) if part.isdecimal() else key_of(part)
-        inner = isinstance(value, dict)
-        keyed[key] = _with_keys(value, escaped=escaped) if inner else value
+        keyed[key] = _with_keys(value, escaped=escaped) if isinstance(value, dict) else value
     return keyed
 
 

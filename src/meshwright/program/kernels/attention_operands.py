@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.program.jaxpr.equations import Equation, Var, aval_of
+from meshwright.program.dims.op import free_dims, result_dims
+from meshwright.program.jaxpr.equations import Equation, Var
 from meshwright.program.kernels.masks import Allowed
 from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.score_functions import ScoreFunction
@@ -199,22 +200,14 @@ class ValueProduct:
 
     def output_dims(self, kernel: Sequence[Role]) -> tuple[int, ...]:
         """Return the result's dims as positions among those of the kernel."""
-        free = [self.roles[d] for d in free_dims(self.eqn, self._side)]
-        free = [*free, _CHANNELS] if self._side == 0 else [_CHANNELS, *free]
+        dims = [pair[self._side] for pair in result_dims(self.eqn)]
         positions = {role: n for n, role in enumerate([*kernel, _CHANNELS])}
-        return tuple(positions[role] for role in (*self._batch, *free))
+        return tuple(positions[_CHANNELS if d is None else self.roles[d]] for d in dims)
 
 
 def _numbers(eqn: Equation) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
     """Return the contracted dims and the batch dims of a product, for each operand."""
     return eqn.params["dimension_numbers"]
-
-
-def free_dims(eqn: Equation, side: int) -> list[int]:
-    """Return the dims of an operand of a product that are neither contracted nor batch dims."""
-    contracting, batch = _numbers(eqn)
-    used = {*contracting[side], *batch[side]}
-    return [d for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]
 
 
 def _variable(eqn: Equation, side: int) -> Var:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.program.dims.classes import DimClasses
+from meshwright.program.dims.op import free_dims, result_dims
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of
-from meshwright.program.kernels.attention_operands import free_dims
 
 REPEATS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze"})
 """Operations by which query heads that share a key head get one each."""
@@ -76,8 +76,7 @@ def follow_scores(
 
 def _result_sides(product: Equation) -> list[int | None]:
     """Return for each dim of a product's result the operand that it is from; None for both."""
-    batch = product.params["dimension_numbers"][1]
-    return [*[None] * len(batch[0]), *(side for side in (0, 1) for _ in free_dims(product, side))]
+    return [pair.index(None) ^ 1 if None in pair else None for pair in result_dims(product)]
 
 
 def _moved(eqn: Equation, side: int, dim: int | None) -> int | None:

@@ -137,19 +137,16 @@ class _Work:
     def _mapped(self, run: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """Run a function of this class on each device's rows."""
         match = self.match
-        rows = PartitionSpec(*(self.kernel.layout or ())[: match.rows]) if self._axes else None
+        whole = PartitionSpec()
+        rows = PartitionSpec(*(self.kernel.layout or ())[: match.rows]) if self._axes else whole
         by_row = [False, *(False for _ in match.whole), *(True for _ in match.by_row)]
         graded = [v for v, g in zip(match.outputs, self.kernel.graded, strict=True) if g]
         extra = [bool(aval_of(v).shape) for v in graded][: len(operands) - len(by_row) - 1]
-        specs = [rows if has_rows else None for has_rows in (True, *by_row, *extra)]
-        outputs = tuple(rows if aval_of(v).shape else None for v in match.outputs)
+        specs = [rows if has_rows else whole for has_rows in (True, *by_row, *extra)]
+        outputs = tuple(rows if aval_of(v).shape else whole for v in match.outputs)
         stacked = PartitionSpec(self._axes)
         gradients = tuple(rows if own else stacked for own in self._own_rows())
-        whole = PartitionSpec()
-        out = (
-            tuple(spec or whole for spec in outputs) if run != self._gradients else (),
-            tuple(spec or whole for spec in gradients) if run != self._values else (),
-        )
+        out = outputs if run != self._gradients else (), gradients if run != self._values else ()
         return run_locally(run, operands, specs, out, self.mesh)
 
     # What one device computes.
@@ -191,9 +188,9 @@ class _Work:
         of_results = [
             next(following).astype(r.dtype)
             if graded
-            else jnp.zeros(r.shape, r.dtype)
-            if jnp.issubdtype(r.dtype, jnp.inexact)
-            else jnp.zeros(r.shape, jax.dtypes.float0)
+            else jnp.zeros(
+                r.shape, r.dtype if jnp.issubdtype(r.dtype, jnp.inexact) else jax.dtypes.float0
+            )
             for r, graded in zip(results, self.kernel.graded, strict=True)
         ]
         of_logits, of_others = pullback(of_results)
@@ -202,8 +199,7 @@ class _Work:
         return results, [*of_product, *of_others]
 
     def _logits(self, hidden: Any, weight: Any) -> Any:
-        dtype = aval_of(self.match.kernel).dtype
-        used = weight.astype(dtype) if self._casts else weight
+        used = weight.astype(aval_of(self.match.kernel).dtype) if self._casts else weight
         with self._scope():
             return self._numerics.bind(self.match.product, [hidden, used])[0]
 
@@ -275,8 +271,7 @@ class _Work:
 
         shapes = jax.eval_shape(one, jnp.zeros((), jnp.int32))
         num_outputs = len(match.outputs)
-        joined = [bool(aval_of(v).shape) for v in match.outputs]
-        joined += self._own_rows()
+        joined = [*(bool(aval_of(v).shape) for v in match.outputs), *self._own_rows()]
         joined = joined[: len(shapes)]
         sums = [jnp.zeros(s.shape, s.dtype) for s, j in zip(shapes, joined, strict=True) if not j]
 
@@ -293,8 +288,10 @@ class _Work:
         unroll = count if count <= UNROLLED else 1
         start = (sums, jnp.zeros((), jnp.int32))
         (sums, _), parts = lax.scan(step, start, jnp.arange(count, dtype=jnp.int32), unroll=unroll)
-        summed, stacked = iter(sums), iter(parts)
-        results = [_join(next(stacked), dim) if j else next(summed) for j in joined]
+        summed = iter(sums)
+        # Parts [n, …] are joined along the dim that was divided.
+        stacked = (lax.collapse(jnp.moveaxis(x, 0, dim), dim, dim + 2) for x in parts)
+        results = [next(stacked) if j else next(summed) for j in joined]
         return results[:num_outputs], results[num_outputs:]
 
     def _summed(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -307,8 +304,7 @@ class _Work:
         """Give this device's part of the gradients of what all devices share a dim of devices."""
         if not self._axes:
             return tuple(gradients)
-        own = self._own_rows()
-        return tuple(g if o else g[None] for g, o in zip(gradients, own, strict=True))
+        return tuple(g if o else g[None] for g, o in zip(gradients, self._own_rows(), strict=True))
 
     def _own_rows(self) -> list[bool]:
         """Return for each gradient whether each device has its own rows of it."""
@@ -335,12 +331,6 @@ def division(rows: Sequence[int], most: int) -> tuple[int, int]:
     return best
 
 
-def _join(stacked: Any, dim: int) -> Any:
-    """Return parts [n, …] joined along a dim."""
-    moved = jnp.moveaxis(stacked, 0, dim)
-    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
-
-
 def _resized(eqn: Equation, count: int, rows: Sequence[int]) -> Equation:
     """Return an equation for other numbers of rows."""
     key = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "gather": "slice_sizes"}.get(
@@ -353,8 +343,7 @@ def _resized(eqn: Equation, count: int, rows: Sequence[int]) -> Equation:
         return eqn
     if tuple(aval_of(eqn.outvars[0]).shape[:count]) != tuple(before[:count]):
         return eqn
-    after = (*rows, *before[count:])
-    return eqn.replace(params={**eqn.params, key: after})
+    return eqn.replace(params={**eqn.params, key: (*rows, *before[count:])})
 
 
 def is_fused(match: LossMatch, graded: Sequence[bool]) -> bool:

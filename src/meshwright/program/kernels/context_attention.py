@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 
 from meshwright.mesh.axes import CONTEXT, TENSOR, entry_names
 from meshwright.program.dims.classes import DimClasses
-from meshwright.program.dims.op import nbytes_of
+from meshwright.program.dims.op import nbytes_of, result_dims
 from meshwright.program.dims.walk import ProgramDims, all_programs
 from meshwright.program.jaxpr.equations import Equation, Var, aval_of, equation_module, scan_parts
-from meshwright.program.kernels.attention_operands import AttentionOperands, free_dims
+from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.attention_products import (
     REPEATS,
     AttentionProducts,
@@ -414,9 +414,8 @@ def _repeated(at: _Placing, source: _Source) -> tuple[int, int, Var]:
 
 def _product(eqn: Equation, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
     """Return the axes of the dims of a product's result."""
-    batch = eqn.params["dimension_numbers"][1][0]
-    free = [side[d] for n, side in enumerate((left, right)) for d in free_dims(eqn, n)]
-    return [*(left[d] for d in batch), *free]
+    each = (zip((left, right), dims, strict=True) for dims in result_dims(eqn))
+    return [next(axes[d] for axes, d in pair if d is not None) for pair in each]
 
 
 def _of(found: ContextExchanges, eqn: Equation) -> Exchange:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -225,15 +225,8 @@ class _Finder:
         if shared and operands.leaves:
             operands = operands.by_formula
         layouts, inputs = _with_leaves(operands, layouts, whole=shared), operands.inputs
-        return Region(
-            module_name(match.eqns),
-            match.eqns,
-            inputs,
-            (match.output,),
-            scope.graph.place(match.eqns, inputs, [match.output]),
-            AttentionKernel(name, operands, layouts, placed, self.kernels.planned),
-            str(match.operands),
-        )
+        kernel = AttentionKernel(name, operands, layouts, placed, self.kernels.planned)
+        return scope.graph.region(match.eqns, inputs, (match.output,), kernel, str(match.operands))
 
     def _check_rows(self, hidden: Var, layout: PartitionSpec | None) -> None:
         """Raise if devices have different numbers of positions."""
@@ -250,25 +243,13 @@ class _Finder:
         graded = tuple(is_differentiable(program, v) for v in match.outputs)
         inputs = (match.hidden, match.kernel, *match.others)
         trained = frozenset(v for v in match.others if is_differentiable(program, v))
-        fused = is_fused(match, graded)
         layout = self.layout(program, match.hidden)
         self._check_rows(match.hidden, layout)
-        return Region(
-            module_name([product]),
-            match.eqns,
-            inputs,
-            match.outputs,
-            graph.place(match.eqns, inputs, match.outputs),
-            LossKernel(
-                match,
-                trained,
-                graded,
-                fused,
-                layout,
-                not self.kernels.planned,
-                self.kernels.sparing,
-            ),
-        )
+        in_parts, sparing = not self.kernels.planned, self.kernels.sparing
+        fused = is_fused(match, graded)
+        kernel = LossKernel(match, trained, graded, fused, layout, in_parts, sparing)
+        region = graph.region(match.eqns, inputs, match.outputs, kernel)
+        return replace(region, module=module_name([product]))
 
 
 def _rowwise(
@@ -278,14 +259,8 @@ def _rowwise(
     if match is None:
         return None
     inputs = (*match.activations, *match.vectors)
-    return Region(
-        module_name(match.eqns),
-        match.skipped,
-        inputs,
-        (match.output,),
-        graph.place(match.skipped, inputs, [match.output]),
-        RowwiseKernel(match),
-    )
+    region = graph.region(match.skipped, inputs, (match.output,), RowwiseKernel(match))
+    return replace(region, module=module_name(match.eqns))
 
 
 def _with_leaves(

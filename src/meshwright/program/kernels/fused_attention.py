@@ -225,8 +225,7 @@ def planned_attention(allowed: Allowed, scale: float) -> Attend:
     del scale
 
     def call(name: str, run: Callable[..., Any], query: Any, key: Any, *others: Any) -> Any:
-        part = allowed.part(query.shape[1], key.shape[1])
-        run.__name__ = f"{name}_{round(1000 * part)}"
+        run.__name__ = f"{name}_{round(1000 * allowed.part(query.shape[1], key.shape[1]))}"
         return jax.jit(run)(query, key, *others)
 
     def attended(query: Any, key: Any, value: Any, mask: Any) -> Any:

@@ -52,10 +52,7 @@ class AttentionPart(NamedTuple):
 
 def differentiable(part: AttentionPart) -> Attend:
     """Return attention whose gradient is that of a part, which has all keys."""
-
-    @jax.custom_vjp
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return part.forward(query, key, value, mask)[0]
+    attend = jax.custom_vjp(lambda *operands: part.forward(*operands)[0])
 
     def forward(*operands: Any) -> Any:
         out, total = (checkpoint_name(result, ATTENDED) for result in part.forward(*operands))
@@ -220,8 +217,7 @@ class SharedRows:
             def visit(state: Any, read: _Read) -> Any:
                 own, out, before = read.take(read.query, query, *state)
                 keys = read.take(read.key, key, value)
-                seen = self._seen(read, len(query), leaves)
-                found, total = read.part.forward(own, *keys, seen)
+                found, total = read.part.forward(own, *keys, self._seen(read, len(query), leaves))
                 total = read.where_exists(total, NEVER)
                 after = jnp.logaddexp(before, total)
                 shares = [jnp.exp(x - after).swapaxes(1, 2)[..., None] for x in (before, total)]

@@ -174,8 +174,7 @@ def read_mask(
         if bool(atom.val) == (kind == "allowed"):
             return []
         raise NotReplaced("its mask hides everything")
-    shape = aval_of(atom).shape
-    varies = {d for d, size in zip(mapped, shape, strict=True) if size > 1}
+    varies = {d for d, size in zip(mapped, aval_of(atom).shape, strict=True) if size > 1}
     of_data = scope.constant(atom) is None
     if of_data and eqn is not None and name == "eq" and kind == "allowed":
         _check_documents(scope, eqn, mapped, query, key)

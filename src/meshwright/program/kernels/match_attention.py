@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.dims.op import free_dims
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 from meshwright.program.kernels.attention_operands import (
     AttentionOperands,
     Role,
     ScoreProduct,
     ValueProduct,
-    free_dims,
 )
 from meshwright.program.kernels.masks import before_broadcast, moved_dims
 from meshwright.program.kernels.regions import Graph, NotReplaced

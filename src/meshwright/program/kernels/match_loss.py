@@ -85,8 +85,7 @@ def match_loss(graph: Graph, product: Equation) -> LossMatch:
     Raises:
         NotReplaced: if the logits are read by something that mixes rows, or that returns them.
     """
-    logits = product.outvars[0]
-    shape = aval_of(logits).shape
+    shape = aval_of(product.outvars[0]).shape
     rows = len(shape) - 1
     if shape[-1] < FEWEST_CLASSES:
         raise NotReplaced(f"it has {shape[-1]} classes, fewer than {FEWEST_CLASSES}")

@@ -175,8 +175,7 @@ class _Loop:
 
         how = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         # All but products is recomputed: what is stacked costs a kernel each.
-        saved = jax.checkpoint_policies.dots_saveable
-        body = jax.checkpoint(body, policy=saved, prevent_cse=False)
+        body = jax.checkpoint(body, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
         carry, (ys, rows) = lax.scan(body, carry, (xs, taps), **how)
         return [*carry, *ys], rows
 

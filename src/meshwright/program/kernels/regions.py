@@ -200,6 +200,18 @@ class Graph:
         """Return equations in program order, each once."""
         return tuple(self.jaxpr.eqns[n] for n in sorted({self.number(eqn) for eqn in eqns}))
 
+    def region(
+        self,
+        eqns: tuple[Equation, ...],
+        inputs: tuple[Var, ...],
+        outputs: tuple[Var, ...],
+        kernel: Kernel,
+        detail: str = "",
+    ) -> Region:
+        """Return the region of equations that a kernel evaluates where `place` says."""
+        place = self.place(eqns, inputs, outputs)
+        return Region(module_name(eqns), eqns, inputs, outputs, place, kernel, detail)
+
     def place(
         self, eqns: Sequence[Equation], inputs: Sequence[Var], outputs: Sequence[Var]
     ) -> EvaluationPoint:

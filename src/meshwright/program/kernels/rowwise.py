@@ -99,8 +99,7 @@ def _traced_once(function: Callable[..., Any], same: tuple[Any, ...]) -> Callabl
             closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
             _TRACED[key] = closed, jax.tree.structure(shapes)
         closed, results = _TRACED[key]
-        found = Evaluator().run(closed, leaves)
-        return jax.tree.unflatten(results, found)
+        return jax.tree.unflatten(results, Evaluator().run(closed, leaves))
 
     return run
 
@@ -172,18 +171,11 @@ def _known_sum(eqn: Equation, operand: Any, known: Any) -> Any:
     """Return a sum that is known already, with the gradient of summing."""
     axes, shape = tuple(eqn.params["axes"]), operand.shape
 
-    @jax.custom_vjp
-    def total(operand: Any, known: Any) -> Any:
-        del operand
-        return known
-
-    def forward(operand: Any, known: Any) -> tuple[Any, None]:
-        del operand
-        return known, None
+    total: Any = jax.custom_vjp(lambda _, known: known)
 
     def backward(_: None, cotangent: Any) -> tuple[Any, Any]:
         kept = [d for d in range(len(shape)) if d not in axes]
         return lax.broadcast_in_dim(cotangent, shape, kept), jnp.zeros_like(known)
 
-    total.defvjp(forward, backward)
+    total.defvjp(lambda _, known: (known, None), backward)
     return total(operand, known)

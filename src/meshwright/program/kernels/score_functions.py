@@ -110,8 +110,7 @@ class ScoreReader:
     why: str = ""
 
     def __post_init__(self) -> None:
-        eqns = self.scope.program.jaxpr.eqns
-        self._dependent = dependent_variables(eqns, self.product.outvars)
+        self._dependent = dependent_variables(self.scope.program.jaxpr.eqns, self.product.outvars)
         self._known: dict[tuple[Var, Dims], _Compute] = {}
         self._allowed, self._axes = Allowed(), (0, 1)
         # A row of which every key is hidden has the same weight for all keys, later ones too.

@@ -43,8 +43,7 @@ def find_local_ops(
     """
     found: dict[Var, LocalOp] = {}
     # JAX writes an entry of one axis as the axis itself.
-    one = tuple(batch_axes) if len(batch_axes) != 1 else next(iter(batch_axes))
-    samples = PartitionSpec(one)[0]
+    samples = PartitionSpec(tuple(batch_axes))[0]
     for program, eqn in classes.equations() if batch_axes else ():
         one_batch = is_grouped(eqn) and eqn.params["batch_group_count"] == 1
         is_candidate = one_batch or eqn.primitive.name in ("fft", "top_k")

@@ -93,8 +93,7 @@ class BlockRunner(ABC):
                 )
                 results = after_last(results, passed_on[0]) if segment is last else results
             else:
-                kept_apart = self.prevent_cse
-                saving = jax.checkpoint(run, policy=self.remat.policy, prevent_cse=kept_apart)
+                saving = jax.checkpoint(run, policy=self.remat.policy, prevent_cse=self.prevent_cse)
                 results = saving(*values)
             env.values.update(zip(segment.results, results, strict=True))
 
@@ -234,17 +233,9 @@ def _but_casts_of(weights: Sequence[Value], policy: Callable[..., Any]) -> Calla
 
 def after_last(results: list[Value], passed_on: Sequence[Value]) -> list[Value]:
     """Return the results of the last block; the backward pass gathers its weights from here on."""
-
-    @jax.custom_vjp
-    def end(results: Any, passed_on: Any) -> Any:
-        del passed_on
-        return results
-
-    def forward(results: Any, passed_on: Any) -> Any:
-        return lax.optimization_barrier((results, passed_on))
-
-    def backward(passed_on: Any, cotangents: Any) -> Any:
-        return cotangents, passed_on
-
-    end.defvjp(forward, backward)
+    end: Any = jax.custom_vjp(lambda results, _: results)
+    end.defvjp(
+        lambda *operands: lax.optimization_barrier(operands),
+        lambda passed_on, cotangents: (cotangents, passed_on),
+    )
     return end(results, list(passed_on))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -178,14 +177,10 @@ def _uneven(
 
 
 def _spec(dims: Sequence[Sequence[str] | None], sizes: Mapping[str, int]) -> PartitionSpec:
-    entries: list[Any] = []
-    for axes in dims:
-        present = tuple(axis for axis in axes or () if sizes.get(axis, 1) > 1)
-        whole_or_one = present[0] if present else None
-        entries.append(present if len(present) > 1 else whole_or_one)
-        if axes is None:
-            entries[-1] = PartitionSpec.UNCONSTRAINED
-    return PartitionSpec(*entries)
+    free = PartitionSpec.UNCONSTRAINED
+    present = [tuple(axis for axis in axes or () if sizes.get(axis, 1) > 1) for axes in dims]
+    pairs = zip(dims, present, strict=True)
+    return PartitionSpec(*(free if axes is None else own for axes, own in pairs))
 
 
 def _sentence(request: str, problem: str, modules: Sequence[str]) -> str:

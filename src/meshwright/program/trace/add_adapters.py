@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.program.dims.op import free_dims
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter, run_scan
 from meshwright.program.jaxpr.equations import (
     CALLS,
@@ -170,11 +171,9 @@ class _Adding(Evaluator):
         if name == "split":
             self._views |= zip(eqn.outvars, pieces(view, eqn), strict=True)
             return None
-        if viewed == [0]:
-            others = env.operands(eqn)[1:]
-            if (after := moved(view, eqn, others)) is not None:
-                self._views[eqn.outvars[0]] = after
-                return bind(eqn, env.operands(eqn))
+        if viewed == [0] and (after := moved(view, eqn, env.operands(eqn)[1:])) is not None:
+            self._views[eqn.outvars[0]] = after
+            return bind(eqn, env.operands(eqn))
         use = USES.get(name)
         split = use and use.split(eqn, viewed[0], view) if len(viewed) == 1 else None
         if not use or split is None:
@@ -191,8 +190,7 @@ class _Adding(Evaluator):
         if name != "gather":
             other = 1 - viewed[0]
             operands[other] = self._dropped(view, operands[other])
-        added = use.added(eqn, viewed[0], view, operands)
-        return [out + added.astype(out.dtype)]
+        return [out + use.added(eqn, viewed[0], view, operands).astype(out.dtype)]
 
     def _other(self, eqn: Equation, viewed: Sequence[int]) -> None:
         for number in viewed:
@@ -278,9 +276,7 @@ class _Product:
     @staticmethod
     def split(eqn: Equation, side: int, view: View) -> Split | None:
         contracting, batch = eqn.params["dimension_numbers"]
-        free = [
-            d for d in range(len(view.shape)) if d not in contracting[side] and d not in batch[side]
-        ]
+        free = free_dims(eqn, side)
         apart = _union(view, batch[side]) & (_union(view, contracting[side]) | _union(view, free))
         return None if apart else _split(view, contracting[side], free)
 
@@ -365,8 +361,7 @@ class _Convolution:
         rest = [d for d in range(len(view.shape)) if d != out]
         first, second, *_ = _factors(view, rest)
         x = operands[0]
-        kernel = jnp.moveaxis(first, -1, out).astype(x.dtype)
-        (low,) = bind(eqn, [x, kernel])
+        (low,) = bind(eqn, [x, jnp.moveaxis(first, -1, out).astype(x.dtype)])
         features = numbers.out_spec[1]
         last = (([features], [1]), ([], []))
         added = _multiply(low * view.adapter.scale, second, last, eqn)

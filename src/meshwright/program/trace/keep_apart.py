@@ -291,9 +291,12 @@ def _independent(eqn: Equation, result: int, facts: Sequence[_Fact]) -> _Fact:
     drawn = eqn.primitive.name.startswith(("random_", "threefry", "philox", "rng_"))
     values = [fact.value for fact in facts if fact.value is not None]
     known = not drawn and len(values) == len(facts)
-    value = partial(_computed, eqn, result, values) if known else None
     random = drawn or any(fact.random for fact in facts)
-    return _Fact(_varies(eqn, result, facts), random=random, value=value)
+
+    def value() -> Any:
+        return bind(eqn, [operand() for operand in values])[result]
+
+    return _Fact(_varies(eqn, result, facts), random=random, value=value if known else None)
 
 
 def _varies(eqn: Equation, result: int, facts: Sequence[_Fact]) -> frozenset[int]:
@@ -306,10 +309,6 @@ def _varies(eqn: Equation, result: int, facts: Sequence[_Fact]) -> frozenset[int
         for dim, places in every
         if (shape[dim] > 1 if places is None else any(i in facts[n].varies for n, i in places))
     )
-
-
-def _computed(eqn: Equation, result: int, values: Sequence[Callable[[], Any]]) -> Any:
-    return bind(eqn, [value() for value in values])[result]
 
 
 def _dependent(eqn: Equation, result: int, facts: Sequence[_Fact], summed: _Dims) -> _Fact:

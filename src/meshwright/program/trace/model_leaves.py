@@ -105,8 +105,7 @@ class ModelLeaves:
     def base(self) -> ModelLeaves:
         """The model without adapters."""
         added = sum(2 + len(adapter.stream) for adapter in self.adapters.values())
-        own = self.leaves[: len(self.leaves) - added]
-        return replace(self, leaves=own, adapters={})
+        return replace(self, leaves=self.leaves[: len(self.leaves) - added], adapters={})
 
     def with_adapters(self, adapters: Mapping[int, Adapter]) -> ModelLeaves:
         """Return the same model with these adapters."""
@@ -210,8 +209,7 @@ def split_model(model: Any, trained: Trained = nnx.Param) -> ModelLeaves:
         )
     classes = dict.fromkeys(type(module) for _, module in nnx.iter_modules(model))
     kept = [_kept_as(leaf, lora and lora.base_dtype) for leaf in leaves]
-    graph = nnx.graphdef(model)
-    parts = (tuple(kept), tuple(classes), graph, tuple(entries))
+    parts = (tuple(kept), tuple(classes), nnx.graphdef(model), tuple(entries))
     return ModelLeaves(*parts, lora=lora, keeps_base=apart)
 
 

@@ -93,8 +93,7 @@ class ModelProgram:
         with module_scopes(model, self.compute_dtype) as paths, brief_about_sharding():
             self.paths_by_class.update(paths)
             with doing("tracing the loss"), explaining_axis_names(), recorded_layouts():
-                batch = jax.tree.unflatten(self.batch_tree, inputs[count:])
-                results = self.function(model, batch)
+                results = self.function(model, jax.tree.unflatten(self.batch_tree, inputs[count:]))
         self._python_changes[:] = before.changes()
         refuse_kept_arrays(self._python_changes)
         after = self.leaves.values(model)

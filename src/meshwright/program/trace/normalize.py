@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from meshwright.program.dims.op import free_dims
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_remat
 from meshwright.program.jaxpr.equations import (
     REMATS,
@@ -174,7 +175,9 @@ class _Normalizer(Evaluator):
             if id(value) not in self._transposed:
                 continue
             source, order, _ = self._transposed[id(value)]
-            if not _keeps_order(order, contracting[side], batch[side]):
+            # Without the transpose, dims that are not summed must come in the same order.
+            free = [order[d] for d in free_dims(eqn, side)]
+            if free != sorted(free):
                 continue
             operands[side] = source
             contracting[side] = tuple(order[d] for d in contracting[side])
@@ -191,9 +194,3 @@ def _remat(eqn: Equation, env: Environment) -> list[Value] | None:
     arguments = dict(zip(jaxpr.invars, env.operands(eqn), strict=True))
     results = zip(jaxpr.outvars, enter_remat(eqn, env), strict=True)
     return [out if isinstance(v, Literal) else arguments.get(v, out) for v, out in results]
-
-
-def _keeps_order(order: Sequence[int], contracting: Sequence[int], batch: Sequence[int]) -> bool:
-    """Whether the result has the same order of dims without the transpose."""
-    free = [order[d] for d in range(len(order)) if d not in contracting and d not in batch]
-    return free == sorted(free)

@@ -139,8 +139,7 @@ def trace_loss(
     def results(model: Model, batch: Batch) -> list[Any]:
         objective, metrics = read_loss(loss(model, batch))
         names[:] = metrics
-        weighted = [objective, *metrics.values()]
-        return [x for w in weighted for x in (w.total, w.weight)]
+        return [x for w in [objective, *metrics.values()] for x in (w.total, w.weight)]
 
     with device_reads(loss, *model_leaves.classes) as reads:
         traced = trace_function(results, model_leaves, batch, compute_dtype)

@@ -146,8 +146,7 @@ class EverySample:
                 continue
             rows = local_rows(self._sharding_of(size), size)
             wanted = first + (np.arange(size, dtype=np.int64) if rows is None else rows)
-            batch = read_batch(self.data.batch(step, self._size, wanted))
-            yield self._place(batch, size, rows)
+            yield self._place(read_batch(self.data.batch(step, self._size, wanted)), size, rows)
 
     def _given_batches(self) -> Iterator[PlacedBatch]:
         with load_batches(self.data, batch_size=self._size, stop=self._stop()) as stream:

@@ -78,7 +78,8 @@ class Recovery:
         step = bad.values.step
         progress.step = step - 1
         number, batch = self.feed.number(step), self.feed.back_to(step)
-        samples = self._samples(number)
+        ids = self.data.ids(number, self.batch_size)
+        samples = None if ids is None else [int(each) for each in ids]
         snapshot = self.form.snapshot(state)
         good = bool(np.asarray(snapshot.finite))
         limit = self._limit(step, good=good)
@@ -149,10 +150,6 @@ class Recovery:
         left = f"batch {first}" if first == number else f"batches {first} to {number}"
         left += " are" if first < number else " is"
         return state, f"back to the checkpoint of step {metadata.step}, {left} left out"
-
-    def _samples(self, number: int) -> list[int] | None:
-        ids = self.data.ids(number, self.batch_size)
-        return None if ids is None else [int(each) for each in ids]
 
     def _log(self, incident: Incident, text: str, record: Path | None) -> None:
         values = incident.bad.values

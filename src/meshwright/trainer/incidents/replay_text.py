@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.program.evaluate.nonfinite_origin import Origin
 from meshwright.text.json_text import finite
+from meshwright.text.units import numbered
 from meshwright.trainer.incidents.not_finite import parameters_fail, tell_wrong
 from meshwright.trainer.incidents.responsible import Responsible
 
@@ -148,9 +149,8 @@ def _sample_lines(replay: Replay) -> list[str]:
 
 
 def _samples(samples: tuple[int, ...], replay: Replay) -> str:
-    more = f", … ({len(samples)} in all)" if len(samples) > SHOWN else ""
-    noun = ("sample" if replay.numbered else "row") + "s" * (len(samples) > 1)
-    return f"{noun} {', '.join(map(str, samples[:SHOWN]))}{more}"
+    more = f" ({len(samples)} in all)" if len(samples) > SHOWN else ""
+    return numbered("sample" if replay.numbered else "row", samples, SHOWN) + more
 
 
 def _origin_json(origin: Origin) -> dict[str, Any]:

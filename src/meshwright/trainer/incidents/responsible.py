@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -42,8 +43,10 @@ def first_origin(
         traced = _trace(loss, assembled, batch)
         leaves = jax.tree.leaves(batch)
         params, others = _by_role(traced, values)
+        kinds = ["parameter" if leaf.role == "param" else "state" for leaf in traced.leaves]
+        named = [f"{kind} {leaf.path}" for kind, leaf in zip(kinds, traced.leaves, strict=True)]
         arrays = [f"batch array {name}" for name in read.names]
-        names = [*_names(traced, "param"), *_names(traced, "state"), *arrays]
+        names = [*chain(*_by_role(traced, named)), *arrays]
         inputs = [jnp.asarray(each) for each in (*params, *others, *leaves)]
         program = jax.make_jaxpr(_loss(traced))(params, others, leaves)
         found, noted = find_origins(program, inputs, names)
@@ -90,8 +93,7 @@ def _finite_check(
 
 
 def _trace(loss: Loss, assembled: Assembled, batch: Any) -> TracedLoss:
-    precision = COMPUTE_DTYPES[assembled.plan.precision]
-    return trace_loss(loss, assembled.model_leaves, batch, precision)
+    return trace_loss(loss, assembled.model_leaves, batch, COMPUTE_DTYPES[assembled.plan.precision])
 
 
 def _loss_and_gradients(
@@ -101,8 +103,7 @@ def _loss_and_gradients(
     factor = None if scale is None else jnp.asarray(scale[0])
 
     def run(params: list[Any], others: list[Any], batch: list[Any]) -> tuple[Any, list[Any]]:
-        gradient = value_and_grad(_value(traced))
-        (_, found), gradients = gradient(params, others, batch, factor)
+        (_, found), gradients = value_and_grad(_value(traced))(params, others, batch, factor)
         return found.objective.mean, gradients
 
     return run
@@ -130,9 +131,3 @@ def _by_role(traced: TracedLoss, values: Sequence[Any]) -> tuple[list[Any], list
     return [v for leaf, v in pairs if leaf.role == "param"], [
         v for leaf, v in pairs if leaf.role != "param"
     ]
-
-
-def _names(traced: TracedLoss, role: str) -> list[str]:
-    what = "parameter" if role == "param" else "state"
-    same = [leaf for leaf in traced.leaves if (leaf.role == "param") == (role == "param")]
-    return [f"{what} {leaf.path}" for leaf in same]

@@ -132,9 +132,9 @@ class Rollouts:
             self.tracker.log("rollout", step, seconds)
         return batch
 
-    def evaluate(self, state: TrainState, prompts: Data, limit: int | None) -> dict[str, float]:
+    def evaluate(self, state: TrainState, prompts: Data, batches: int | None) -> dict[str, float]:
         """Return the mean rewards of held-out prompts, each completed greedily."""
-        count = min(prompts.num_samples or 0, limit or 2**31)
+        count = self.num_evaluated(prompts, batches)
         with activity("evaluating", afterwards=False) as report:
             columns = prompts.batch(0, count)
             rows = self._complete(state, columns, report, temperature=0.0)
@@ -145,6 +145,11 @@ class Rollouts:
         each = {f"reward/{n}": float(v) for n, v in zip(self.rewards.names, means, strict=True)}
         found = {"loss": -reward, "reward": reward, **(each if len(each) > 1 else {})}
         return {**found, "reward_failed": float(1 - known.mean()), EVAL_SAMPLES: count}
+
+    def num_evaluated(self, prompts: Data, batches: int | None) -> int:
+        """Return how many prompts are in this many batches of training; all of them for None."""
+        total, size = prompts.num_samples or 0, self.programs.assembled.plan.batch.global_batch_size
+        return min(total, batches * size) if batches else total
 
     def release(self) -> None:
         """Drop the copy of the reference and end the processes of rewards, until the next use."""
@@ -307,7 +312,7 @@ def _timed(seconds: dict[str, float], name: str) -> Generator[None]:
 class RewardEvaluator:
     """Evaluates training states by the rewards of held-out prompts, completed greedily.
 
-    The limit is the most prompts of an evaluation; None for all.
+    The limit is the most batches of an evaluation; None for all prompts.
     """
 
     rollouts: Rollouts
@@ -324,6 +329,5 @@ class RewardEvaluator:
     def note(self) -> str:
         """Say how many prompts are used where that is a choice; empty if all are."""
         total = self.data.num_samples or 0
-        if self.limit is None or self.limit >= total:
-            return ""
-        return f"each evaluation uses {self.limit:,} of {total:,} prompts"
+        count = self.rollouts.num_evaluated(self.data, self.limit)
+        return "" if count == total else f"each evaluation uses {count:,} of {total:,} prompts"

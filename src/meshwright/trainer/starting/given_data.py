@@ -54,8 +54,7 @@ def read_fit_data(
     if eval_data is not None and trainer.task:
         held_out = held_out_prompts(eval_data, trainer.task, trainer.seed)
     elif eval_data is not None:
-        like = Expected(like=first, training=False)
-        held_out = as_data(eval_data, trainer.seed, expected=like)
+        held_out = as_data(eval_data, trainer.seed, expected=Expected(like=first, training=False))
         held_out = with_initial_fields(held_out, task, memory.tables)
     return replace(asked, data=given, eval_data=held_out), first
 

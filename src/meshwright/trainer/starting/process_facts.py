@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from meshwright.config.builders import defaults_of
 from meshwright.data.contents import data_fingerprint
 from meshwright.processes.handshake import Facts, describe_own_devices
 from meshwright.runtime.versions import own_code, package_versions, users_code
@@ -140,14 +141,9 @@ class _Collector:
         path = _join(path, function.__qualname__.partition(".<locals>")[0])
         cells = function.__closure__ or ()
         closed = dict(zip(function.__code__.co_freevars, map(_content, cells), strict=True))
-        defaults = {
-            name: parameter.default
-            for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.default is not parameter.empty
-        }
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
         plain = {k: v for k, v in used.items() if isinstance(v, bool | int | float | str)}
-        self._named({**defaults, **plain, **closed}, path, depth)
+        self._named({**defaults_of(function), **plain, **closed}, path, depth)
 
     def _array(self, array: Any, path: str) -> None:
         if isinstance(array, jax.Array) and (

@@ -196,9 +196,8 @@ class FitResult:
         if self.rollouts is not None:
             prompts = held_out_prompts(data, self.rollouts.task, self.metadata.seed)
             self.rollouts.check(prompts)
-            most = eval_batches and eval_batches * self.assembled.plan.batch.global_batch_size
             try:
-                return self.rollouts.evaluate(self.state, prompts, most)
+                return self.rollouts.evaluate(self.state, prompts, eval_batches)
             finally:
                 self.rollouts.release()
         expected = Expected(like=self.programs.batch_like, training=False)
