@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.data.arrays import ArraySource
+from meshwright.data.batches import read_batch
 from meshwright.data.user_data import IterableData, as_data
 from meshwright.errors import UserError
 
@@ -142,10 +143,32 @@ def test_batches_need_not_be_dicts():
             "the arrays of the dataset have different numbers of samples",
         ),
         ({"x": np.array(["a", "b"])}, "`x` is not an array of samples"),
-        (lambda step: {}, "the function <lambda> returns no batches"),
+        (lambda step: {}, "the function <lambda> cannot be asked for a batch"),
     ],
 )
 def test_what_gives_no_batches_is_named(given, what):
     with pytest.raises(UserError) as caught:
         as_data(given)
     assert caught.value.what == what
+
+
+def test_a_function_may_have_defaults_beside_the_step_and_the_batch_size():
+    def batches(step, batch_size=16, length=3):
+        return {"x": np.full((batch_size, length), step)}
+
+    assert as_data(batches).batch(2, 4)["x"].tolist() == [[2] * 3] * 4
+
+    def other(step, rows=16, length=3):
+        raise AssertionError
+
+    with pytest.raises(UserError) as caught:
+        as_data(other)
+    assert "(step, rows=16, length=3)" in str(caught.value)
+    assert "(step, batch_size)" in caught.value.fix
+
+
+def test_what_makes_batches_is_no_batch():
+    for made in (lambda step: {}, iter([{}])):
+        with pytest.raises(UserError) as caught:
+            read_batch(made)
+        assert caught.value.fix == "pass one batch that it returns or yields"

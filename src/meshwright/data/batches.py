@@ -13,6 +13,7 @@ import numpy as np
 from meshwright.data.protocols import refuse_none
 from meshwright.data.samples import path_name, to_numpy
 from meshwright.errors import UserError, first_line
+from meshwright.text.units import a_type
 from meshwright.trees import check_num_samples
 
 
@@ -60,6 +61,9 @@ def read_batch(batch: Any, name: str = "the batch") -> Any:
     64-bit numbers become 32-bit ones, unless JAX's 64-bit mode is on. Messages use the name.
     """
     refuse_none(batch, name)
+    if callable(batch) or isinstance(batch, Iterator):
+        what = f"{name} is {a_type(batch)}"
+        raise UserError(what, fix="pass one batch that it returns or yields")
     batch = jax.tree_util.tree_map_with_path(
         lambda path, x: _read_leaf(f"`{path_name(path)}` of {name}", x), batch
     )

@@ -287,7 +287,8 @@ def _function_data(given: Callable[..., Any], seed: int) -> FunctionData:
     if required == 2 or (required == 1 and len(parameters) == 2):
         return FunctionData(lambda step, batch_size: given(step, batch_size), name)
     raise UserError(
-        f"the function {name} returns no batches",
-        why=f"it takes ({', '.join(parameters)})",
-        fix="write a function of (step, batch_size), or of (seed, step, batch_size)",
+        f"the function {name} cannot be asked for a batch",
+        why=f"it takes {inspect.signature(given)}; the step and the batch size would be passed",
+        fix="write a function of (step, batch_size), or of (seed, step, batch_size); parameters of "
+        "these names may have others with defaults beside them",
     )
