@@ -8,7 +8,9 @@ import tempfile
 from importlib.metadata import version
 
 import pytest
+from _pytest.unraisableexception import gc_collect_iterations_key
 from composed_once import compose_files_once
+from one_context import lower_in_one_context
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests run a program once or twice, so polishing its machine code does not pay; what is computed
@@ -36,6 +38,7 @@ gc.set_threshold(100_000, 20, 20)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 simulate_devices(8)
 compose_files_once()
+lower_in_one_context()
 # Which stages take long enough to be mentioned depends on the machine.
 activity.MENTIONED_SECONDS = activity.STILL_SECONDS = 3600.0
 
@@ -45,6 +48,11 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr.startswith("quick") and collection_path.suffix == ".py":
         return "pytest.mark.quick" not in collection_path.read_text(encoding="utf-8") or None
     return None
+
+
+def pytest_configure(config):
+    """Search for forgotten exceptions once at the end, not five times."""
+    config.stash[gc_collect_iterations_key] = 1
 
 
 def pytest_collection_finish():

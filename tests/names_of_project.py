@@ -77,26 +77,36 @@ class Sources:
 @functools.cache
 def sources() -> Sources:
     """Read all sources."""
-    found = Sources()
+    found, texts = Sources(), list[str]()
     # The class-based API comes last: its classes have names that others have, too.
     for file in sorted(SOURCE.rglob("*.py"), key=lambda file: "distributed" in file.parts):
         text = file.read_text()
-        found.text += text
+        texts.append(text)
         tree = ast.parse(text)
         parts = file.relative_to(SOURCE.parent).with_suffix("").parts
         names = found.modules.setdefault(".".join(p for p in parts if p != "__init__"), set())
         names |= _top_level(tree)
         package = found.packaged.setdefault(parts[1], set())
-        for node in ast.walk(tree):
+        for node in _statements(tree):
             if isinstance(node, Function):
                 package |= _parameters(node)
             elif isinstance(node, ast.ClassDef):
                 read = found.classes.setdefault(node.name, Class())
                 _read_class(node, read)
                 package |= read.members
+    found.text = "".join(texts)
     for package in found.packaged.values():
         found.parameters |= package
     return found
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all statements below it; expressions, which are most nodes, hold none."""
+    yield tree
+    for field_name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        inner = getattr(tree, field_name, ())
+        for node in inner if isinstance(inner, list) else ():
+            yield from _statements(node)
 
 
 def _top_level(tree: ast.Module) -> set[str]:

@@ -1,5 +1,6 @@
 """The documentation is true: its code runs, its links lead somewhere, its tables are complete."""
 
+import ast
 import json
 import os
 import re
@@ -32,7 +33,8 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
 
 SLOW = "<!-- slow -->\n"
-"""Before a block that `make test-all` runs; of its trainings, `make test` composes the config."""
+"""Before a block that `make test-all` runs; `make test` composes the configs of its trainings, and
+imports what its code does."""
 FENCE = re.compile(rf'^({SLOW})?```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
 NOT_RUN = ("pip", "source")
 """Commands in console blocks that are not run: they would change the environment."""
@@ -83,6 +85,13 @@ def commands(text: str) -> list[Typed]:
     return found
 
 
+def imports_of(code: str) -> ast.Module:
+    """Return the imports at the top of some code."""
+    parsed = ast.parse(code)
+    parsed.body = [each for each in parsed.body if isinstance(each, ast.Import | ast.ImportFrom)]
+    return parsed
+
+
 def identifier(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -120,8 +129,11 @@ def test_the_code_of_a_page_runs(page, whole, workplace, capfd):
             file.write_text(block.text)
         elif block.slow and not whole:
             for typed in commands(block.text) if block.language == "console" else ():
-                if typed.words[:2] == ["meshwright", "train"]:
+                # A config that a training left has none to be composed from.
+                if typed.words[:2] == ["meshwright", "train"] and "--config" not in typed.words:
                     check_command(Typed(["meshwright", "config", *typed.words[2:]], 0, []), capfd)
+            if block.language == "python":
+                exec(compile(imports_of(block.text), str(page), "exec"), namespace)
         elif block.language == "python":
             # Empty lines before it make tracebacks name the page's own lines.
             exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)

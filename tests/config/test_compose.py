@@ -65,7 +65,7 @@ def files_of_every_group():
     for number in range(max(map(len, options.values()))):
         files = {group: names[number] for group, names in options.items() if number < len(names)}
         # There are many more models than files of any other group.
-        marks = pytest.mark.full if set(files) == {"model"} and number % 4 else ()
+        marks = pytest.mark.full if set(files) == {"model"} and number % 12 else ()
         yield pytest.param(files, id=str(files), marks=marks)
 
 

@@ -91,8 +91,9 @@ AHEAD = {
 def plain(model, prompt, count):
     """Continue a prompt by its own length alone."""
     row = list(prompt)
+    likeliest = nnx.jit(lambda model, row: jnp.argmax(model(row)[0, -1]))
     for _ in range(count):
-        row.append(int(jnp.argmax(model(jnp.array([row]))[0, -1])))
+        row.append(int(likeliest(model, np.array([row]))))
     return row[len(prompt) :]
 
 

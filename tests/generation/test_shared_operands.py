@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from small_models import fill
 
 import meshwright as mw
 from meshwright.generation.make_decoder import make_decoder
@@ -52,7 +53,7 @@ class Grouped(nnx.Module):
 )
 def test_repeated_keys_are_kept_and_read_once(order, kernel):
     with jax.enable_x64(True):
-        split = split_model(Grouped(dtype=jnp.float64, order=order, rngs=nnx.Rngs(0)))
+        split = split_model(fill(lambda: Grouped(dtype=jnp.float64, order=order, rngs=nnx.Rngs(0))))
         decoder = make_decoder(split, LENGTH, kernel=kernel)
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH)).astype(np.int32)
         whole = np.asarray(jax.jit(split.logits_of)(split.weights, tokens))

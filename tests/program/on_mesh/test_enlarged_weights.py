@@ -69,7 +69,7 @@ def given(kind):
 @pytest.mark.parametrize(
     ("kind", "kernels", "remat"),
     [
-        ("distances", "none", "none"),
+        pytest.param("distances", "none", "none", marks=pytest.mark.full),
         ("distances", "xla", "none"),
         pytest.param("slopes", "none", "none", marks=pytest.mark.full),
         ("slopes", "xla", "none"),
@@ -88,7 +88,7 @@ def test_gradients_of_the_weights_alone_are_reduced(kind, kernels, remat):
     ("kind", "mesh", "remat"),
     [
         ("distances", "data=2,tensor=2", "none"),
-        ("slopes", "fsdp=2,tensor=2", "none"),
+        pytest.param("slopes", "fsdp=2,tensor=2", "none", marks=pytest.mark.full),
         ("shared", "data=2,fsdp=2", "full"),
         pytest.param("shared", "data=4", "none", marks=pytest.mark.full),
         pytest.param("distances", "fsdp=4", "dots", marks=pytest.mark.full),
