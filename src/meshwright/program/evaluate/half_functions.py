@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from meshwright.program.evaluate.max_pool import max_pool
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Equation, Numerics, Value, aval_of
 
@@ -31,11 +32,14 @@ class HalfFunctions(Numerics):
 
     def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         """Run a primitive."""
-        function = _FUNCTIONS.get(eqn.primitive.name)
-        if function is None or aval_of(eqn.invars[0]).dtype not in HALF:
+        name = eqn.primitive.name
+        if name not in _SLOW or aval_of(eqn.invars[0]).dtype not in HALF:
             return super().bind(eqn, operands)
         (operand,) = operands
-        return [function(operand.astype(jnp.float32)).astype(operand.dtype)]
+        if function := _FUNCTIONS.get(name):
+            return [function(operand.astype(jnp.float32)).astype(operand.dtype)]
+        pooled = max_pool(operand, eqn.params)
+        return super().bind(eqn, operands) if pooled is None else [pooled]
 
 
 @jax.custom_jvp
@@ -75,3 +79,4 @@ def _inverse(x: Array) -> Array:
 
 
 _FUNCTIONS: dict[str, Callable[[Array], Array]] = {"erfc": erfc, "erf": erf, "tanh": tanh}
+_SLOW = {*_FUNCTIONS, "reduce_window_max"}

@@ -17,6 +17,7 @@ from jax import lax
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
+from meshwright.program.on_mesh.cells import in_cells
 from meshwright.program.on_mesh.lookup_sums import LookupSums
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -26,25 +27,35 @@ def use_weight_by_rows(eqn: Equation, args: list[Any], weight: int, **options: A
     """Evaluate a product of activations with a weight, all dims but their features joined.
 
     Compilers choose transposed layouts for activations [B, T, D] around the gradients of weights,
-    and write copies of them; rows [B·T, D] stay as they are. See `use_weight` for the arguments.
+    and write copies of them; rows [B·T, D] stay as they are. Convolutions of few channels are
+    those of cells. See `use_weight` for the arguments.
     """
     lead = _row_dims(eqn, weight)
-    if lead < 2:
-        return use_weight(eqn, args, weight, **options)
-    other = args[1 - weight]
-    rows = other.reshape(-1, *other.shape[lead:])
-    contracting, batch = eqn.params["dimension_numbers"]
-    joined = list(contracting)
-    joined[1 - weight] = tuple(d - lead + 1 for d in contracting[1 - weight])
-    params = {**eqn.params, "dimension_numbers": (tuple(joined), batch)}
-    flat_args = [rows, args[1]]
+    if lead >= 2:
+        other = args[1 - weight]
+        flat = [other.reshape(-1, *other.shape[lead:]), args[1]]
+        contracting, batch = eqn.params["dimension_numbers"]
+        joined = list(contracting)
+        joined[1 - weight] = tuple(d - lead + 1 for d in contracting[1 - weight])
+        params = {**eqn.params, "dimension_numbers": (tuple(joined), batch)}
+        (result,) = use_weight(_changed(eqn, params, flat), flat, weight, **options)
+        return [result.reshape(*other.shape[:lead], *result.shape[1:])]
+    convolves = eqn.primitive.name == "conv_general_dilated" and weight == 1
+    cells = in_cells(eqn, *args) if convolves else None
+    if cells is not None:
+        params, args = cells
+        eqn = _changed(eqn, params, args)
+    return use_weight(eqn, args, weight, **options)
+
+
+def _changed(eqn: Equation, params: dict[str, Any], args: Sequence[Value]) -> Equation:
+    """Return an equation with other parameters, of arrays of these shapes."""
     structs = [
         jax.ShapeDtypeStruct(x.shape, aval_of(atom).dtype)
-        for x, atom in zip(flat_args, eqn.invars, strict=True)
+        for x, atom in zip(args, eqn.invars, strict=True)
     ]
     traced = jax.make_jaxpr(lambda *x: bind(eqn.replace(params=params), x))(*structs)
-    (result,) = use_weight(traced.jaxpr.eqns[0], flat_args, weight, **options)
-    return [result.reshape(*other.shape[:lead], *result.shape[1:])]
+    return traced.jaxpr.eqns[0]
 
 
 def _row_dims(eqn: Equation, weight: int) -> int:
