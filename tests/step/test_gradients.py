@@ -1,5 +1,7 @@
 """Gradients of a batch, whole or in microbatches, against closed forms in float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,3 +131,44 @@ def test_state_is_handed_from_microbatch_to_microbatch():
     found = accumulate_gradients(growing, [np.asarray(1.0)], [np.asarray(1.0)], [np.zeros((4, 1))])
     assert float(found.values[0]) == (1 + 2 + 4 + 8) / 4
     assert float(found.model_state[0]) == 16
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_weights_are_cast_once_for_all_microbatches_unless_blocks_are_recomputed(recomputes):
+    def loss(params, state, batch):
+        weight, bias = (param.astype(jnp.bfloat16) for param in params)
+        block = jax.checkpoint(lambda x: jnp.tanh(x @ weight + bias))
+        x = (block if recomputes else block.__wrapped__)(batch[0].astype(jnp.bfloat16))
+        return LossValue(Weighted(x.sum().astype(jnp.float32), jnp.float32(x.size)), {}, [])
+
+    params = [RANDOM.normal(size=shape).astype(np.float32) for shape in ((5, 5), (5,))]
+    whole = RANDOM.normal(size=(4, 6, 5)).astype(np.float32)
+    program = jax.make_jaxpr(lambda *args: accumulate_gradients(loss, *args).values)(
+        params, [], [whole]
+    )
+    (scan,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
+    casts = [
+        eqn.invars[0].aval.shape
+        for eqn in scan.params["jaxpr"].jaxpr.eqns
+        if eqn.primitive.name == "convert_element_type"
+        and eqn.outvars[0].aval.dtype == jnp.bfloat16
+    ]
+    assert (6, 5) in casts
+    assert recomputes == ({(5, 5), (5,)} <= {*casts})
+    assert recomputes or not {(5, 5), (5,)} & {*casts}
+    found = accumulate_gradients(loss, params, [], [whole])
+    expected = compute_gradients(loss, params, [], [whole.reshape(-1, 5)])
+    for ours, theirs in zip(found.values, expected.values, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=1e-3)
+
+
+def test_a_parameter_that_is_written_is_cast_again():
+    def loss(params, state, batch):
+        half = params[0].astype(jnp.bfloat16).astype(jnp.float32)
+        value = LossValue(Weighted((half * batch[0]).sum(), jnp.float32(1)), {}, [])
+        return replace(value, written={0: 2 * params[0]})
+
+    start = [jnp.ones((), jnp.float32)]
+    found = accumulate_gradients(loss, start, [], [np.ones((4, 1), np.float32)], written=[0])
+    assert float(found.loss) == (1 + 2 + 4 + 8) / 4
+    assert float(found.params[0]) == 16

@@ -13,6 +13,9 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, PartitionSpec
 
+from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.evaluate.known_casts import KnownCasts, dtypes_read
+from meshwright.program.jaxpr.equations import REMATS, bind
 from meshwright.program.trace.precision_policy import zeros_for_sums
 from meshwright.program.trace.traced_loss import LossValue
 from meshwright.weighted import Weighted
@@ -142,16 +145,75 @@ def _accumulate(
     constrain: Callable[[list[Any]], list[Any]] = lambda gradients: gradients,
 ) -> tuple[tuple[_Kept, list[Any]], tuple[Weighted, dict[str, Weighted]]]:
     """Return what the last microbatch keeps and the weighted sums of gradients, and all losses."""
-    grad = value_and_grad(function)
+
+    def evaluate(params: list[Any], model_state: list[Any], microbatch: list[Any]) -> Any:
+        return _weighted_gradients(function, params, model_state, microbatch, scale)
+
+    one = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in microbatches]
+    several = microbatches[0].shape[0] > 1
+    run = _with_casts_made_once(evaluate, params, kept, one) if several else evaluate
 
     def accumulate(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
         (model_state, new), sums = carry
-        (_, value), grads = grad(replaced(params, new), model_state, microbatch, scale)
-        weight = value.objective.weight
-        sums = constrain([s + g * weight for s, g in zip(sums, grads, strict=True)])
+        value, grads = run(replaced(params, new), model_state, microbatch)
+        sums = constrain([s + g for s, g in zip(sums, grads, strict=True)])
         return ((value.state, value.written), sums), (value.objective, value.metrics)
 
     return _loop(accumulate, (kept, constrain(zeros_for_sums(params))), microbatches)
+
+
+def _weighted_gradients(
+    function: LossFunction,
+    params: list[Any],
+    model_state: list[Any],
+    batch: list[Any],
+    scale: Array | None,
+) -> tuple[LossValue, list[Any]]:
+    """Return the value of a microbatch, and the gradients of its mean, times its weight."""
+    mean, pullback, value = jax.vjp(
+        lambda params: _scaled_mean(function, params, model_state, batch, scale),
+        params,
+        has_aux=True,
+    )
+    weight = value.objective.weight
+    if scale is not None:
+        (gradients,) = pullback(jnp.ones_like(mean))
+        return value, [g * weight for g in gradients]
+    # Multiplied first, so that products can add their results to the sums.
+    (gradients,) = pullback(weight.astype(mean.dtype))
+    return value, gradients
+
+
+def _with_casts_made_once(
+    evaluate: Callable[..., Any], params: Sequence[Any], kept: _Kept, microbatch: list[Any]
+) -> Callable[..., Any]:
+    """Return a function of (params, model state, microbatch) that does not cast the params again.
+
+    Compilers leave what depends on no microbatch inside of the loop over them. Where blocks are
+    recomputed, or run in a loop, each casts its own weights: to keep all casts takes memory.
+    """
+    model_state, written = kept
+    closed, shapes = jax.make_jaxpr(evaluate, return_shape=True)(
+        list(params), model_state, microbatch
+    )
+    if any(eqn.primitive.name in {*REMATS, "scan", "while"} for eqn in closed.jaxpr.eqns):
+        return evaluate
+    read = dtypes_read(closed.jaxpr.eqns, closed.jaxpr.invars[: len(params)])
+    casts = [
+        p if n in written else p.astype(dtype)
+        for n, (p, dtype) in enumerate(zip(params, read, strict=True))
+    ]
+    tree = jax.tree.structure(shapes)
+
+    def run(params: list[Any], model_state: list[Any], microbatch: list[Any]) -> Any:
+        # Nothing else is evaluated by rules: what is recomputed has to stay as it is.
+        evaluator = Evaluator(
+            [KnownCasts(params, casts), lambda eqn, env: bind(eqn, env.operands(eqn))]
+        )
+        leaves = jax.tree.leaves((params, model_state, microbatch))
+        return jax.tree.unflatten(tree, evaluator.run(closed, leaves))
+
+    return run
 
 
 def finish_gradients(
@@ -188,15 +250,23 @@ def replaced(params: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
 def value_and_grad(function: LossFunction) -> Callable[..., Any]:
     """Return (params, model state, batch, scale) → ((scaled mean loss, value), gradients)."""
 
-    def mean_loss(
-        params: list[Any], model_state: list[Any], batch: list[Any], scale: Array | None
-    ) -> tuple[Array, LossValue]:
-        value = function(params, model_state, batch)
-        # Differentiate the mean, not the total: in fp16 the cotangents of a sum would overflow.
-        mean = value.objective.mean
-        return (mean if scale is None else mean * scale.astype(mean.dtype)), value
+    def mean_loss(*args: Any) -> tuple[Array, LossValue]:
+        return _scaled_mean(function, *args)
 
     return jax.value_and_grad(mean_loss, has_aux=True)
+
+
+def _scaled_mean(
+    function: LossFunction,
+    params: list[Any],
+    model_state: list[Any],
+    batch: list[Any],
+    scale: Array | None,
+) -> tuple[Array, LossValue]:
+    value = function(params, model_state, batch)
+    # Differentiate the mean, not the total: in fp16 the cotangents of a sum would overflow.
+    mean = value.objective.mean
+    return (mean if scale is None else mean * scale.astype(mean.dtype)), value
 
 
 def _unscale(gradients: Sequence[Any], scale: Array | None) -> list[Any]:

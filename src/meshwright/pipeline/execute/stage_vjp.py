@@ -1,24 +1,18 @@
 """A stage's forward and backward as programs, and the values saved from one to the other."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import Array
 
 from meshwright.pipeline.execute.least_saved import BackwardHalves, least_saved, split_backward
-from meshwright.pipeline.execute.slots import is_float
 from meshwright.program.evaluate.dependencies import inlined, needed_equations, variables
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, entering
+from meshwright.program.evaluate.known_casts import KnownCasts, dtypes_read
 from meshwright.program.jaxpr.equations import (
     ClosedJaxpr,
-    Equation,
-    Literal,
-    Value,
-    Var,
-    aval_of,
-    bind,
     structs_of,
 )
 from meshwright.trees import PyTree, TreeDef
@@ -93,7 +87,7 @@ class StageVJP:
         """
         constant = self._forward.jaxpr.invars[: self._num_constant]
         return jax.tree.unflatten(
-            self._constant_tree, _dtypes_read(self._forward.jaxpr.eqns, constant)
+            self._constant_tree, dtypes_read(self._forward.jaxpr.eqns, constant)
         )
 
     def forward(self, held: HeldValues, x: PyTree, others: PyTree) -> ForwardValues:
@@ -172,7 +166,7 @@ def _evaluator(held: HeldValues) -> Evaluator:
     if held.casts is None:
         return Evaluator()
     values = jax.tree.leaves((held.weights, held.fixed))
-    return Evaluator([_KnownCasts(values, jax.tree.leaves(held.casts))])
+    return Evaluator([KnownCasts(values, jax.tree.leaves(held.casts))])
 
 
 def _trace_forward(
@@ -194,52 +188,3 @@ def _trace_forward(
     closed = jax.make_jaxpr(run)(weights, fixed, x, others)
     # Functions whose derivative has been taken already are inlined, so that they count as cheap.
     return inlined(closed, [entering({"custom_jvp_call"})]), *trees[-1]
-
-
-_CAST = "convert_element_type"
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
-"""Primitives that commute with a cast, as between a bias and its use."""
-
-
-def _dtypes_read(eqns: Iterable[Equation], inputs: Sequence[Var]) -> list[Any]:
-    """Return the dtype in which a program reads each input: that of its cast to fewer bytes."""
-    own = {variable: number for number, variable in enumerate(inputs)}
-    dtypes = [aval_of(variable).dtype for variable in inputs]
-    for eqn in eqns:
-        first = eqn.invars[0] if len(eqn.invars) == 1 else None
-        if first is None or isinstance(first, Literal) or first not in own:
-            continue
-        result = aval_of(eqn.outvars[0])
-        if eqn.primitive.name in _MOVES:
-            own[eqn.outvars[0]] = own[first]
-        elif eqn.primitive.name == _CAST and is_float(result) and is_float(aval_of(first)):
-            number = own[first]
-            if result.dtype.itemsize < dtypes[number].itemsize:
-                dtypes[number] = result.dtype
-    return dtypes
-
-
-class _KnownCasts:
-    """A rule that uses casts made before, for the values they were made of."""
-
-    def __init__(self, values: Sequence[Value], casts: Sequence[Value]) -> None:
-        # By identity. The values are kept, so that no other value can get the same number.
-        self._casts = {
-            id(value): (value, cast)
-            for value, cast in zip(values, casts, strict=True)
-            if value.dtype != cast.dtype
-        }
-
-    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
-        """Return the cast if the equation is one of a known value."""
-        name = eqn.primitive.name
-        if len(eqn.invars) != 1 or not (name == _CAST or name in _MOVES):
-            return None
-        _, cast = self._casts.get(id(env.value(eqn.invars[0])), (None, None))
-        if cast is None:
-            return None
-        if name == _CAST:
-            return [cast] if eqn.params["new_dtype"] == cast.dtype else None
-        (moved,) = bind(eqn, env.operands(eqn))
-        self._casts[id(moved)] = (moved, bind(eqn, [cast])[0])
-        return [moved]
