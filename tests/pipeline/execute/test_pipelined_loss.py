@@ -24,8 +24,8 @@ from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.ledgers import make_ledger
-from meshwright.pipeline.execute import executor
-from meshwright.pipeline.execute.exchanges import ExchangeOrder
+from meshwright.pipeline.execute import pipelined_loss
+from meshwright.pipeline.execute.executor import StageExecutor
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 
@@ -242,14 +242,15 @@ def test_ticks_copy_no_buffer():
     assert copied == []
 
 
-def ticks(schedule, **options):
+def ticks(schedule, build=MODELS["plain"], **options):
     """Return the equations of a tick, as accelerators run it."""
     batch = tokens_batch()
-    assembled = put(MODELS["plain"], tokens_loss, batch, {"pipe": 4}, schedule, **options)
+    assembled = put(build, tokens_loss, batch, {"pipe": 4}, schedule, **options)
     leaves = [step.leaf for step in assembled.traced.layout.step_leaves]
     microbatches = [np.reshape(leaf, (4, 4, *leaf.shape[1:])) for leaf in jax.tree.leaves(batch)]
     with jax.enable_x64(False), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "ExchangeOrder", lambda _: ExchangeOrder("gpu"))
+        on_gpu = functools.partial(StageExecutor, platform="gpu")
+        patch.setattr(pipelined_loss, "StageExecutor", lambda *a, platform, **k: on_gpu(*a, **k))
         structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         program = jax.make_jaxpr(lambda *args: assembled.step.pipeline(*args).gradients)(
             structs, microbatches
@@ -259,16 +260,44 @@ def ticks(schedule, **options):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "guards"), [("1f1b", 6), pytest.param("zb_h1", 7, marks=pytest.mark.full)]
+    ("schedule", "guards"), [("1f1b", 4), pytest.param("zb_h1", 5, marks=pytest.mark.full)]
 )
 def test_ticks_ask_the_host_as_rarely_as_possible(schedule, guards):
     """Accelerators stop for each loop or branch of a tick: the host decides whether it runs.
 
-    A tick has one for a forward pass, a backward pass and a weight gradient each, one each for the
-    lookup, its gradient and the head, which only one stage has, and one for what is sent.
+    A tick has one for a forward pass, a backward pass and a weight gradient each, one for the head,
+    which only one stage has, and one for what is sent. All stages look tokens up.
     """
     names = [eqn.primitive.name for eqn in ticks(schedule, wide=False)]
     assert names.count("while") + names.count("cond") == guards
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.full)])
+def test_stages_that_drop_what_they_looked_up_train_like_one_device(schedule, monkeypatch):
+    def looks_up(self):
+        set_up(self)
+        assert self.work.only_looks_up
+        self._embeds = True
+
+    set_up = StageExecutor.__post_init__
+    monkeypatch.setattr(StageExecutor, "__post_init__", looks_up)
+    compare("tied", {"pipe": 2}, schedule)
+
+
+def test_an_embedding_with_products_runs_on_its_stage_alone():
+    class Projected(Tokens):
+        def __init__(self):
+            super().__init__()
+            self.project = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+        def __call__(self, tokens):
+            x = self.project(self.embed(tokens))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    names = [eqn.primitive.name for eqn in ticks("1f1b", wide=False, build=Projected)]
+    assert names.count("while") + names.count("cond") == 6
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,8 @@ class StageExecutor:
         # the pass there, unless a stage is a single device and exchanges nothing within itself.
         single = jax.sharding.get_abstract_mesh().size == self.shape.num_stages
         self._nests = self.platform != "cpu" or single
+        # All stages look up and drop what they do not need: to ask the host would take longer.
+        self._embeds = single and self.platform != "cpu" and self.work.only_looks_up
 
     def run(self, rows: TickRow) -> StageSums:
         """Execute every row of the table and return this stage's sums."""
@@ -124,12 +127,19 @@ class StageExecutor:
         def run(now: tuple[_AfterForward, Message]) -> tuple[_AfterForward, Message]:
             after, _ = now
             microbatch = work.microbatch(op.microbatch)
-            message = lax.cond(
-                op.reads < 0,
-                # The compiler refuses branches whose results are sharded differently.
-                named(TickOp.EMBEDDING, lambda: lax.optimization_barrier(work.embed(microbatch))),
-                lambda: read_slot(carry.inbox, op.reads),
-            )
+            starts = op.reads < 0
+            if self._embeds:
+                own, other = work.embed(microbatch), read_slot(carry.inbox, op.reads)
+                message = jax.tree.map(partial(jnp.where, starts), own, other)
+            else:
+                message = lax.cond(
+                    starts,
+                    # The compiler refuses branches whose results are sharded differently.
+                    named(
+                        TickOp.EMBEDDING, lambda: lax.optimization_barrier(work.embed(microbatch))
+                    ),
+                    lambda: read_slot(carry.inbox, op.reads),
+                )
             result, kept = work.forward(message, after.changing, op.chunk, microbatch, row.stage)
             changing = work.put_rows(after.changing, result.changing, op.chunk)
             saved = write_slot(after.saved, kept, op.saved)
@@ -222,7 +232,12 @@ class StageExecutor:
         if not reads:
             return sums
         here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
-        outer = self.order.when(TickOp.EMBEDDING, here, run, {n: sums.outer[n] for n in reads})
+        mine = {n: sums.outer[n] for n in reads}
+        if self._embeds:
+            back = replace(back, values=[jnp.where(here, value, 0) for value in back.values])
+            outer = run(mine)
+        else:
+            outer = self.order.when(TickOp.EMBEDDING, here, run, mine)
         return replace(sums, outer=sums.outer | outer)
 
     def _block_sums(self, carry: TickCarry, more: Sequence[int] = ()) -> BlockWeights:

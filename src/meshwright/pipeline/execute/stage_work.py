@@ -31,6 +31,8 @@ from meshwright.pipeline.execute.slots import (
 )
 from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
 from meshwright.pipeline.schedule.operations import Shape
+from meshwright.program.flops import forward_flops
+from meshwright.program.jaxpr.equations import structs_of
 from meshwright.program.trace.precision_policy import zeros_for_sums
 from meshwright.trees import PyTree
 
@@ -83,7 +85,10 @@ class StageForward:
 
 
 class StageWork(StageForward):
-    """Forward and backward passes of one stage, each for one microbatch."""
+    """Forward and backward passes of one stage, each for one microbatch.
+
+    ``only_looks_up`` says whether the embedding has no products.
+    """
 
     def __init__(
         self, functions: StageFunctions, values: StageValues, shape: Shape, scale: Array | None
@@ -91,12 +96,15 @@ class StageWork(StageForward):
         super().__init__(functions, values, shape.num_chunks)
         self.shape, self.scale = shape, scale
         self._first = jnp.zeros((), jnp.int32)
-        self.message_shapes: Message = jax.eval_shape(
-            lambda: self.embed(self.microbatch(self._first))
-        )
+        embedding = jax.make_jaxpr(lambda: self.embed(self.microbatch(self._first)))()
+        shapes: PyTree = structs_of(embedding.jaxpr.outvars)
+        self.message_shapes: Message = shapes
+        self.only_looks_up = forward_flops(embedding.jaxpr) == 0
         self.split = MessageSplit.of(self.message_shapes)
         self.vjp = self._differentiate()
         self._casts = self._cast()
+        # Once, not in every tick, which would copy the blocks' parts of each stack.
+        self._held = self._hold(self._first) if shape.num_chunks == 1 else None
 
     @property
     def gradient_shapes(self) -> BackwardMessage:
@@ -131,7 +139,7 @@ class StageWork(StageForward):
 
     def held(self, chunk: Array) -> HeldValues:
         """Return the values that both forward and backward of a chunk read."""
-        return HeldValues(*self._constant(self.values, chunk), self._constant(self._casts, chunk))
+        return self._held or self._hold(chunk)
 
     def forward(
         self,
@@ -241,6 +249,9 @@ class StageWork(StageForward):
             fixed=cast(values.fixed, fixed[0]),
             outer=cast(values.outer, weights.outer),
         )
+
+    def _hold(self, chunk: Array) -> HeldValues:
+        return HeldValues(*self._constant(self.values, chunk), self._constant(self._casts, chunk))
 
     def _constant(self, values: StageValues, chunk: Array) -> tuple[BlockWeights, list[BlockRow]]:
         """Return the weights of a chunk, and its constant leaves."""
