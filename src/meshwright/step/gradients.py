@@ -5,6 +5,7 @@ Gradients are reduced over devices after each microbatch, or once for several of
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -249,11 +250,7 @@ def replaced(params: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
 
 def value_and_grad(function: LossFunction) -> Callable[..., Any]:
     """Return (params, model state, batch, scale) → ((scaled mean loss, value), gradients)."""
-
-    def mean_loss(*args: Any) -> tuple[Array, LossValue]:
-        return _scaled_mean(function, *args)
-
-    return jax.value_and_grad(mean_loss, has_aux=True)
+    return jax.value_and_grad(partial(_scaled_mean, function), has_aux=True)
 
 
 def _scaled_mean(

@@ -6,7 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshwright.program.evaluate.evaluator import Environment
-from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of, bind
+from meshwright.program.jaxpr.equations import (
+    Equation,
+    Literal,
+    Value,
+    Var,
+    aval_of,
+    bind,
+    called_jaxpr,
+)
 
 _CAST = "convert_element_type"
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
@@ -22,7 +30,7 @@ def dtypes_read(eqns: Iterable[Equation], inputs: Sequence[Var]) -> list[Any]:
         if first is None or isinstance(first, Literal) or first not in own:
             continue
         number, dtype = own[first], aval_of(eqn.outvars[0]).dtype
-        if eqn.primitive.name in _MOVES:
+        if _move_of(eqn):
             own[eqn.outvars[0]] = number
         elif eqn.primitive.name == _CAST and dtype.itemsize < dtypes[number].itemsize:
             floats = (jnp.issubdtype(each, jnp.inexact) for each in (dtype, dtypes[number]))
@@ -43,14 +51,23 @@ class KnownCasts:
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Return the cast if the equation is one of a known value."""
-        name = eqn.primitive.name
-        if len(eqn.invars) != 1 or not (name == _CAST or name in _MOVES):
+        known = len(eqn.invars) == 1 and self._casts.get(id(env.value(eqn.invars[0])))
+        if not known:
             return None
-        _, cast = self._casts.get(id(env.value(eqn.invars[0])), (None, None))
-        if cast is None:
-            return None
-        if name == _CAST:
+        _, cast = known
+        if eqn.primitive.name == _CAST:
             return [cast] if eqn.params["new_dtype"] == cast.dtype else None
+        move = _move_of(eqn)
+        if move is None:
+            return None
         (moved,) = bind(eqn, env.operands(eqn))
-        self._casts[id(moved)] = (moved, bind(eqn, [cast])[0])
+        self._casts[id(moved)] = (moved, bind(move, [cast])[0])
         return [moved]
+
+
+def _move_of(eqn: Equation) -> Equation | None:
+    """Return what moves or repeats the numbers of an equation's operand, if nothing else does."""
+    # Biases are repeated by a function with a derivative of its own.
+    custom = eqn.primitive.name == "custom_vjp_call"
+    body = called_jaxpr(eqn).jaxpr.eqns if custom else [eqn]
+    return body[0] if [each.primitive.name in _MOVES for each in body] == [True] else None
