@@ -171,4 +171,4 @@ def test_what_makes_batches_is_no_batch():
     for made in (lambda step: {}, iter([{}])):
         with pytest.raises(UserError) as caught:
             read_batch(made)
-        assert caught.value.fix == "pass one batch that it returns or yields"
+        assert caught.value.fix == "pass one batch: what the function returns, or `next(batches)`"

@@ -63,7 +63,7 @@ def read_batch(batch: Any, name: str = "the batch") -> Any:
     refuse_none(batch, name)
     if callable(batch) or isinstance(batch, Iterator):
         what = f"{name} is {a_type(batch)}"
-        raise UserError(what, fix="pass one batch that it returns or yields")
+        raise UserError(what, fix="pass one batch: what the function returns, or `next(batches)`")
     batch = jax.tree_util.tree_map_with_path(
         lambda path, x: _read_leaf(f"`{path_name(path)}` of {name}", x), batch
     )
