@@ -194,9 +194,8 @@ def _with_casts_made_once(
     recomputed, or run in a loop, each casts its own weights: to keep all casts takes memory.
     """
     model_state, written = kept
-    closed, shapes = jax.make_jaxpr(evaluate, return_shape=True)(
-        list(params), model_state, microbatch
-    )
+    trace = jax.make_jaxpr(evaluate, return_shape=True)
+    closed, shapes = trace(list(params), model_state, microbatch)
     if any(eqn.primitive.name in {*REMATS, "scan", "while"} for eqn in closed.jaxpr.eqns):
         return evaluate
     read = dtypes_read(closed.jaxpr.eqns, closed.jaxpr.invars[: len(params)])
@@ -204,7 +203,6 @@ def _with_casts_made_once(
         p if n in written else p.astype(dtype)
         for n, (p, dtype) in enumerate(zip(params, read, strict=True))
     ]
-    tree = jax.tree.structure(shapes)
 
     def run(params: list[Any], model_state: list[Any], microbatch: list[Any]) -> Any:
         # Nothing else is evaluated by rules: what is recomputed has to stay as it is.
@@ -212,7 +210,7 @@ def _with_casts_made_once(
             [KnownCasts(params, casts), lambda eqn, env: bind(eqn, env.operands(eqn))]
         )
         leaves = jax.tree.leaves((params, model_state, microbatch))
-        return jax.tree.unflatten(tree, evaluator.run(closed, leaves))
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluator.run(closed, leaves))
 
     return run
 

@@ -196,3 +196,15 @@ def test_the_authors_axis_names_are_kept(spelling):
         "bias": None,
         "kernel": ("fsdp", "tensor"),
     }
+
+
+def test_an_attribute_that_was_a_module_and_is_a_function_is_named():
+    class Replaced(nnx.Module):
+        def __init__(self, other):
+            self.head = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+            self.head = other
+
+    with pytest.raises(UserError) as caught:
+        split_model(Replaced(nnx.identity))
+    assert "`head` of the model" in caught.value.what
+    split_model({"a": Replaced(nnx.static(nnx.identity)), "b": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})

@@ -132,14 +132,10 @@ class StageExecutor:
                 own, other = work.embed(microbatch), read_slot(carry.inbox, op.reads)
                 message = jax.tree.map(partial(jnp.where, starts), own, other)
             else:
-                message = lax.cond(
-                    starts,
-                    # The compiler refuses branches whose results are sharded differently.
-                    named(
-                        TickOp.EMBEDDING, lambda: lax.optimization_barrier(work.embed(microbatch))
-                    ),
-                    lambda: read_slot(carry.inbox, op.reads),
-                )
+                # The compiler refuses branches whose results are sharded differently.
+                embed = lambda: lax.optimization_barrier(work.embed(microbatch))  # noqa: E731
+                other = lambda: read_slot(carry.inbox, op.reads)  # noqa: E731
+                message = lax.cond(starts, named(TickOp.EMBEDDING, embed), other)
             result, kept = work.forward(message, after.changing, op.chunk, microbatch, row.stage)
             changing = work.put_rows(after.changing, result.changing, op.chunk)
             saved = write_slot(after.saved, kept, op.saved)

@@ -18,6 +18,7 @@ from meshwright.errors import UserError
 from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.adapters import Adapter, merge_adapters
 from meshwright.program.trace.trained_leaves import Adapted, PathFilter, Trained, check_patterns
+from meshwright.text.units import a_type
 
 Role = Literal["param", "state"]
 
@@ -233,6 +234,12 @@ def _flat_state(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _describe(path: tuple[Any, ...], value: Any, array: Any, *, trained: bool) -> Leaf:
+    if not hasattr(array, "dtype"):
+        raise UserError(
+            f"`{path_text(path)}` of the model is {a_type(array)}, not an array",
+            why="what was assigned to it first was a module or an array, so Flax keeps it as one",
+            fix="assign it once, or write nnx.static(…) around what is no array",
+        )
     has_gradient = jnp.issubdtype(array.dtype, jnp.inexact)
     # Logical axis names are translated by the rules that come with them.
     names = tuple(nnx.spmd.get_var_pspec(value) or ()) if isinstance(value, nnx.Variable) else ()
