@@ -196,9 +196,9 @@ def _with_casts_made_once(
     model_state, written = kept
     trace = jax.make_jaxpr(evaluate, return_shape=True)
     closed, shapes = trace(list(params), model_state, microbatch)
-    if any(eqn.primitive.name in {*REMATS, "scan", "while"} for eqn in closed.jaxpr.eqns):
-        return evaluate
-    read = dtypes_read(closed.jaxpr.eqns, closed.jaxpr.invars[: len(params)])
+    eqns, inputs = closed.jaxpr.eqns, closed.jaxpr.invars[: len(params)]
+    blocks_cast = any(eqn.primitive.name in {*REMATS, "scan", "while"} for eqn in eqns)
+    read = dtypes_read([] if blocks_cast else eqns, inputs)
     casts = [
         p if n in written else p.astype(dtype)
         for n, (p, dtype) in enumerate(zip(params, read, strict=True))

@@ -277,7 +277,7 @@ def test_stages_that_drop_what_they_looked_up_train_like_one_device(schedule, mo
     def looks_up(self):
         set_up(self)
         assert self.work.only_looks_up
-        self._embeds = True
+        self._all_look_up = True
 
     set_up = StageExecutor.__post_init__
     monkeypatch.setattr(StageExecutor, "__post_init__", looks_up)

@@ -80,8 +80,8 @@ class StageExecutor:
         # the pass there, unless a stage is a single device and exchanges nothing within itself.
         single = jax.sharding.get_abstract_mesh().size == self.shape.num_stages
         self._nests = self.platform != "cpu" or single
-        # All stages look up and drop what they do not need: to ask the host would take longer.
-        self._embeds = single and self.platform != "cpu" and self.work.only_looks_up
+        # To drop what other stages looked up takes less time than to ask the host.
+        self._all_look_up = single and self.platform != "cpu" and self.work.only_looks_up
 
     def run(self, rows: TickRow) -> StageSums:
         """Execute every row of the table and return this stage's sums."""
@@ -127,15 +127,17 @@ class StageExecutor:
         def run(now: tuple[_AfterForward, Message]) -> tuple[_AfterForward, Message]:
             after, _ = now
             microbatch = work.microbatch(op.microbatch)
-            starts = op.reads < 0
-            if self._embeds:
-                own, other = work.embed(microbatch), read_slot(carry.inbox, op.reads)
-                message = jax.tree.map(partial(jnp.where, starts), own, other)
-            else:
+
+            def embed() -> Message:
                 # The compiler refuses branches whose results are sharded differently.
-                embed = lambda: lax.optimization_barrier(work.embed(microbatch))  # noqa: E731
-                other = lambda: read_slot(carry.inbox, op.reads)  # noqa: E731
-                message = lax.cond(starts, named(TickOp.EMBEDDING, embed), other)
+                return lax.optimization_barrier(work.embed(microbatch))
+
+            arrived = partial(read_slot, carry.inbox, op.reads)
+            if self._all_look_up:
+                chosen = partial(jnp.where, op.reads < 0)
+                message = jax.tree.map(chosen, work.embed(microbatch), arrived())
+            else:
+                message = lax.cond(op.reads < 0, named(TickOp.EMBEDDING, embed), arrived)
             result, kept = work.forward(message, after.changing, op.chunk, microbatch, row.stage)
             changing = work.put_rows(after.changing, result.changing, op.chunk)
             saved = write_slot(after.saved, kept, op.saved)
@@ -229,7 +231,7 @@ class StageExecutor:
             return sums
         here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
         mine = {n: sums.outer[n] for n in reads}
-        if self._embeds:
+        if self._all_look_up:
             back = replace(back, values=[jnp.where(here, value, 0) for value in back.values])
             outer = run(mine)
         else:

@@ -11,10 +11,7 @@ from meshwright.pipeline.execute.least_saved import BackwardHalves, least_saved,
 from meshwright.program.evaluate.dependencies import inlined, needed_equations, variables
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, entering
 from meshwright.program.evaluate.known_casts import KnownCasts, dtypes_read
-from meshwright.program.jaxpr.equations import (
-    ClosedJaxpr,
-    structs_of,
-)
+from meshwright.program.jaxpr.equations import ClosedJaxpr, structs_of
 from meshwright.trees import PyTree, TreeDef
 
 Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]

@@ -16,8 +16,6 @@ from jax import Array, lax
 
 _MOST_WINDOWS = 16
 """Of one position, or positions of a window. More are left to the compiler."""
-_NOWHERE = 255
-"""The position in a window that is none."""
 
 
 def max_pool(x: Array, params: Mapping[str, Any]) -> Array | None:
