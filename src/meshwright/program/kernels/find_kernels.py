@@ -15,6 +15,7 @@ from meshwright.program.evaluate.dependencies import variables
 from meshwright.program.jaxpr.equations import Equation, Var, aval_of
 from meshwright.program.jaxpr.walks import all_equations
 from meshwright.program.kernels.attention_operands import AttentionOperands
+from meshwright.program.kernels.batch_norm import batch_norms, match_batch_norm
 from meshwright.program.kernels.chunked_loss import LossKernel, is_fused
 from meshwright.program.kernels.context_attention import (
     NO_EXCHANGES,
@@ -42,6 +43,7 @@ from meshwright.program.kernels.regions import (
     Substitution,
     module_name,
 )
+from meshwright.program.kernels.relu import match_relu, relus
 from meshwright.program.kernels.rowwise import RowwiseKernel
 from meshwright.program.kernels.surroundings import Scope, scopes
 from meshwright.program.trace.traced_loss import TracedLoss
@@ -159,6 +161,10 @@ class _Finder:
         for anchor in activations(graph, program):
             match = functools.partial(match_activation, program=program)
             self._try("activation", program, anchor, _rowwise, graph, match, anchor)
+        for subtraction in batch_norms(graph):
+            self._try("norm", program, subtraction, match_batch_norm, graph, subtraction)
+        for eqn in relus(scope):
+            self._try("activation", program, eqn, match_relu, graph, eqn)
 
     def _try(
         self,
