@@ -9,6 +9,7 @@ import gc
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
@@ -19,8 +20,9 @@ LATE_SECONDS = 0.2
 
 
 def silence_orbax() -> None:
-    """Log nothing of Orbax, and drop the tracebacks of callbacks that come too late."""
+    """Log nothing of Orbax, and drop the tracebacks of what ends too late."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(_is_not_of_orbax)
     if not isinstance(sys.excepthook, _WithoutLateCallbacks):
         sys.excepthook = _WithoutLateCallbacks(sys.excepthook)
 
@@ -41,6 +43,12 @@ def quiet_failures() -> Generator[list[Any]]:
             gc.collect()
     finally:
         sys.unraisablehook, log.disabled = before, False
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    trace = record.exc_info[2] if record.exc_info else None
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace))
+    return not any(name.startswith("orbax.") for name in names)
 
 
 class _WithoutLateCallbacks:

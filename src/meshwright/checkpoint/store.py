@@ -41,6 +41,8 @@ SLICED_BYTES = 1 << 20
 
 In a single process they would only copy to the host once more what the checksums read whole.
 """
+FILE_BYTES = 1 << 26
+"""Files of this size are written side by side by all cores; otherwise one file takes everything."""
 IN_FLIGHT_BYTES = 1 << 28
 """Of a save that is waited for, what is copied to the host at once: in page-locked memory first."""
 _LEAST_SLICE = "_min_slice_bytes_for_replica_parallel"
@@ -196,7 +198,7 @@ class CheckpointStore:
             pass
         loss = loss if loss is not None and math.isfinite(loss) else None
         parts = {
-            STATE: ocp.args.PyTreeSave(state),
+            STATE: ocp.args.PyTreeSave(state, ocdbt_target_data_file_size=FILE_BYTES),
             METADATA: ocp.args.JsonSave(values),
             CHECKSUMS: ChecksumSave(state, values, loss),
         }
