@@ -19,7 +19,11 @@ _STYLES = {"default": "dim", "file": "", "override": "bold green"}
 def run(request: Request) -> int:
     """Print every value with its origin."""
     if request.arguments.has("--keys"):
-        return _print_keys(request.output)
+        keys = describe_keys()
+        rows = [(key.key, key.meaning, key.default, key.allowed) for key in keys]
+        table = Columns(("key", "meaning", "default", "values"), rows)
+        request.output.result([asdict(key) for key in keys], table)
+        return ExitCode.DONE
     from meshwright.recipe import check_sections
 
     check_sections(request.config)
@@ -29,14 +33,6 @@ def run(request: Request) -> int:
         for origin in origins
     }
     request.output.result(listed, _as_table(origins))
-    return ExitCode.DONE
-
-
-def _print_keys(output: Output) -> int:
-    keys = describe_keys()
-    rows = [(key.key, key.meaning, key.default, key.allowed) for key in keys]
-    table = Columns(("key", "meaning", "default", "values"), rows)
-    output.result([asdict(key) for key in keys], table)
     return ExitCode.DONE
 
 

@@ -36,7 +36,12 @@ def run(request: Request) -> int:
             listed, Columns(("fault", "what happens", "how the run has to recover"), rows)
         )
         return ExitCode.DONE
-    _refuse_other_launcher()
+    if DistributedConfig.from_environment().world_size > 1:
+        raise UserError(
+            "a drill starts its processes itself",
+            why="the environment says that this is one process among others",
+            fix="leave launch out, and write meshwright drill --nprocs N …",
+        )
     folder = Path(tempfile.mkdtemp(prefix="meshwright-drill-"))
     keep = arguments.has("--keep")
     try:
@@ -107,15 +112,6 @@ def _chosen(arguments: Arguments) -> list[Fault]:
                 fix="meshwright drill --list describes them",
             )
     return [fault for name, fault in FAULTS.items() if name in names]
-
-
-def _refuse_other_launcher() -> None:
-    if DistributedConfig.from_environment().world_size > 1:
-        raise UserError(
-            "a drill starts its processes itself",
-            why="the environment says that this is one process among others",
-            fix="leave launch out, and write meshwright drill --nprocs N …",
-        )
 
 
 def _line(row: FaultResult) -> RenderableType:

@@ -175,7 +175,10 @@ def _file(
             try:
                 rows = generator(read[start : start + size])
             except KeyboardInterrupt:
-                _say_kept(arguments, output, len(done) + start, len(prompts))
+                kept = arguments.flags.get("--out")
+                where = f" and in {kept}; the same command continues there" if kept else ""
+                said = f"{len(done) + start:,} of {counted(len(prompts), 'prompt')} are done"
+                output.say(said + (where or "; --out keeps them"))
                 raise
             lines = [
                 {"input": prompts[row.prompt.number], **_line(row), "settings": asked}
@@ -196,15 +199,6 @@ def _file(
     for remark in sorted(generator.notes):
         output.say(remark)
     return ExitCode.DONE
-
-
-def _say_kept(arguments: Arguments, output: Output, count: int, total: int) -> None:
-    """Say what is left of an interrupted command."""
-    kept = arguments.flags.get("--out")
-    output.say(
-        f"{count:,} of {counted(total, 'prompt')} are done"
-        + (f" and in {kept}; the same command continues there" if kept else "; --out keeps them")
-    )
 
 
 def _written(arguments: Arguments, output: Output) -> dict[int, Any]:

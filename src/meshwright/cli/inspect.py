@@ -1,7 +1,7 @@
 """`meshwright inspect`: the mesh, the plan, and how and why parameters are sharded."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -104,8 +104,8 @@ def _picture(
         *(Indented(f"remark: {remark}", first=0) for remark in report["remarks"]),
         Text(),
         *_pipeline(assembled, assembled.pipeline_report),
-        *_context(assembled),
-        *_kernels(assembled),
+        *_listed("context", assembled.decision.exchanges.describe()),
+        *(_listed("kernels", assembled.kernels) or (Text(_why_no_kernels(assembled)), Text())),
         *([Indented(f"generation: {how}", first=0), Text()] if how else []),
         _rows(leaves),
     )
@@ -129,13 +129,9 @@ def _pipeline(assembled: Assembled, found: PipelineReport | None) -> Iterator[Re
     yield Text()
 
 
-def _context(assembled: Assembled) -> Iterator[RenderableType]:
-    """Yield how rows are divided over the context axis."""
-    lines = assembled.decision.exchanges.describe()
-    if lines:
-        yield Text("context")
-        yield from (Indented(line, 4, first=2) for line in lines)
-        yield Text()
+def _listed(head: str, lines: Sequence[str]) -> list[RenderableType]:
+    """Return lines below a head; nothing without lines."""
+    return [Text(head), *(Indented(line, 4, first=2) for line in lines), Text()] if lines else []
 
 
 def _rows_of(assembled: Assembled) -> Rows | None:
@@ -144,27 +140,17 @@ def _rows_of(assembled: Assembled) -> Rows | None:
     return (assembled.plan.batch.global_batch_size, max(lengths)) if lengths else None
 
 
-def _kernels(assembled: Assembled) -> Iterator[RenderableType]:
-    """Yield which parts of the model kernels evaluate."""
-    if lines := assembled.kernels:
-        yield Text("kernels")
-        yield from (Indented(line, 4, first=2) for line in lines)
-    else:
-        yield Text(f"kernels: {_why_no_kernels(assembled)}")
-    yield Text()
-
-
 def _why_no_kernels(assembled: Assembled) -> str:
     """Return why no part of the model is evaluated by a kernel."""
     choice, platform = assembled.plan.kernels, assembled.mesh.devices.flat[0].platform
     if choice == "none":
-        return "off (kernels=none)"
+        return "kernels: off (kernels=none)"
     if choice == "auto" and platform != "gpu":
         return (
-            f"none on {platform.upper()}s (kernels=auto); kernels=xla evaluates the same parts on "
-            "any device"
+            f"kernels: none on {platform.upper()}s (kernels=auto); kernels=xla evaluates the same "
+            "parts on any device"
         )
-    return f"no part of the model matches a kernel (kernels={choice})"
+    return f"kernels: no part of the model matches a kernel (kernels={choice})"
 
 
 def _timeline(plan: Plan) -> Timeline:

@@ -30,16 +30,9 @@ if TYPE_CHECKING:
     from meshwright.config.schema import Config
 
 
-def submit(options: LaunchOptions) -> int:
+def _submit(options: LaunchOptions) -> int:
     """Print the script or the manifest of a launch, or submit it."""
-    _check_resumes(options.program)
-    if options.cluster is ClusterKind.SLURM:
-        return _submit_slurm(options)
-    return _submit_kubernetes(options)
-
-
-def _check_resumes(program: tuple[str, ...]) -> None:
-    for word in program:
+    for word in options.program:
         if word.startswith("resume=") and word not in ("resume=auto", "resume=must"):
             raise UserError(
                 f"{word} cannot be used with a cluster job",
@@ -47,6 +40,9 @@ def _check_resumes(program: tuple[str, ...]) -> None:
                 fix="leave it out, and write hydra.run.dir=… to choose the folder, or "
                 "model.init_from=… to start from the parameters of another run",
             )
+    if options.cluster is ClusterKind.SLURM:
+        return _submit_slurm(options)
+    return _submit_kubernetes(options)
 
 
 def _submit_slurm(options: LaunchOptions) -> int:
@@ -198,7 +194,7 @@ def launch(words: Sequence[str]) -> int:
     """
     options = parse_launch(words)
     if options.cluster is not None:
-        return submit(options)
+        return _submit(options)
     run = find_run(options, os.environ)
     if (options.nodes or 1) == 1:
         refuse_outer_launcher(options.nprocs, os.environ, is_shared=run.is_shared)

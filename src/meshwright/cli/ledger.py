@@ -2,7 +2,7 @@
 
 from meshwright.cli.request import Request, assemble_first
 from meshwright.errors import CheckFailed, ExitCode
-from meshwright.ledgers import Ledger, make_ledger
+from meshwright.ledgers import make_ledger
 from meshwright.ledgers.ledger_records import ledger_picture
 
 
@@ -14,16 +14,12 @@ def run(request: Request) -> int:
     report = {**ledger.model_dump(mode="json"), "suspicious": ledger.suspicious, "remarks": remarks}
     request.output.result(report, ledger_picture(ledger))
     if request.config.strict and ledger.suspicious:
-        raise _deviation_error(ledger)
+        axis = ledger.suspicious[0]
+        own = ledger.axes[axis]
+        raise CheckFailed(
+            f"the program sends {own.ratio} times what the plan needs over {axis}",
+            why=f"{own.sent_bytes:,} bytes against {own.minimum_bytes:,}; "
+            + "; ".join(own.excess[:3] or ["no module stands out"]),
+            fix="run without strict=true to see the whole ledger",
+        )
     return ExitCode.DONE
-
-
-def _deviation_error(ledger: Ledger) -> CheckFailed:
-    axis = ledger.suspicious[0]
-    own = ledger.axes[axis]
-    return CheckFailed(
-        f"the program sends {own.ratio} times what the plan needs over {axis}",
-        why=f"{own.sent_bytes:,} bytes against {own.minimum_bytes:,}; "
-        + "; ".join(own.excess[:3] or ["no module stands out"]),
-        fix="run without strict=true to see the whole ledger",
-    )

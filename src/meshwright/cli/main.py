@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.commands import COMMANDS
@@ -53,14 +53,11 @@ def entry() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    with _watching(argv), spelled_for(Spelling.COMMAND_LINE):
+    # A command that saves its state before it ends handles signals from now on.
+    saves = list(argv[:1]) == ["train"] and not {"--multirun", "-m", "--help", "-h"} & set(argv)
+    watching = Interrupt().watch_command() if saves else nullcontext()
+    with watching, spelled_for(Spelling.COMMAND_LINE):
         return _main(argv)
-
-
-def _watching(argv: Sequence[str]) -> AbstractContextManager[None]:
-    """Handle signals from now on in a command that saves its state before it ends."""
-    alone = not {"--multirun", "-m", "--help", "-h"} & set(argv)
-    return Interrupt().watch_command() if list(argv[:1]) == ["train"] and alone else nullcontext()
 
 
 def _main(argv: Sequence[str]) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.cli.arguments import Arguments
@@ -45,9 +45,6 @@ from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.runtime.garbage import few_collections
 from meshwright.text.columns import Indented
 from meshwright.text.units import counted
-
-if TYPE_CHECKING:
-    from meshwright.planner.rehearse.prove import ProvedPlan
 
 COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware", "kernels", KEY)
 """Settings that two plans for the same model may differ in."""
@@ -87,13 +84,7 @@ def run(request: Request) -> int:
     _write_files(request, report)
     found, text = report_json(report), report_text(report)
     if arguments.has("--prove"):
-        from meshwright.planner.rehearse.prove import proof_table
-
-        proved, note = _prove(report, arguments.overrides)
-        found["proof"] = [each.to_json() for each in proved]
-        found["remarks"] += [note] if note else []
-        lines = [Indented(note, 2, first=0)] if note else []
-        text = Group(text, Text(), proof_table(proved), *lines)
+        text = Group(text, *_prove(report, arguments.overrides, found))
     request.output.result(found, text)
     return ExitCode.DONE
 
@@ -118,17 +109,23 @@ def _check_planned(config: Config, hardware: Hardware) -> None:
     )
 
 
-def _prove(report: PlanReport, overrides: Sequence[str]) -> tuple[list[ProvedPlan], str]:
+def _prove(
+    report: PlanReport, overrides: Sequence[str], found: dict[str, Any]
+) -> list[RenderableType]:
     """Compile the ranked plans, compare with what is predicted, and say what that is worth.
 
-    They are compiled for their hardware if there is a compiler for it here, else for CPUs.
+    They are compiled for their hardware if there is a compiler for it here, else for CPUs. What is
+    ``found`` is completed.
     """
-    from meshwright.planner.rehearse.prove import cpu_note, prove
+    from meshwright.planner.rehearse.prove import cpu_note, proof_table, prove
 
     ranked = list(report.result.plans)
     for_gpus = all(can_compile_for(each.hardware) for each in ranked)
     note = "" if for_gpus else cpu_note(report.result.task.hardware)
-    return prove(ranked, overrides, for_gpus=for_gpus), note
+    proved, notes = prove(ranked, overrides, for_gpus=for_gpus), [note] if note else []
+    found["proof"] = [each.to_json() for each in proved]
+    found["remarks"] += notes
+    return [Text(), proof_table(proved), *(Indented(note, 2, first=0) for note in notes)]
 
 
 def read_share(arguments: Arguments) -> float:

@@ -56,7 +56,12 @@ Target = Literal["gpu", "absent gpus", "cpu"]
 
 def run(request: Request) -> int:
     """Compile the step, run it on a GPU if there is one, and print what is known about it."""
-    _check_alone()
+    if process_count() > 1:
+        raise UserError(
+            "a rehearsal runs in one process",
+            why=f"there are {process_count()}",
+            fix="run it without `meshwright launch`; it compiles for all devices by itself",
+        )
     hardware, share = _hardware(request.config), read_share(request.arguments)
     count = count_devices(request.config, hardware)
     target = _choose(request, hardware)
@@ -100,15 +105,6 @@ def count_devices(config: Config, hardware: Hardware | None) -> int:
             fix=f"write {Setting('hardware', '8xH100')}, or {Setting('simulate', 8)}",
         )
     return known
-
-
-def _check_alone() -> None:
-    if process_count() > 1:
-        raise UserError(
-            "a rehearsal runs in one process",
-            why=f"there are {process_count()}",
-            fix="run it without `meshwright launch`; it compiles for all devices by itself",
-        )
 
 
 def _hardware(config: Config) -> Hardware | None:

@@ -2,8 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,23 +33,21 @@ from meshwright.trainer.trained.fit_result import summarize
 
 def run(request: Request) -> int:
     """Train, and print a summary."""
-    if request.arguments.has("--distributed"):
-        _check_distributed()
-    with _run_folder(request) as folder:
-        return _train(request, folder)
-
-
-@contextmanager
-def _run_folder(request: Request) -> Generator[Path]:
-    """Yield the run folder; one that is named by the time alone is new."""
+    asked = request.arguments.has("--distributed")
+    if asked and process_count() == 1 and ProcessRange.from_environment() is None:
+        raise UserError(
+            "--distributed: this process would train alone",
+            why="the environment names no other processes",
+            fix="export MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK in each of them, or write "
+            "meshwright launch --nprocs N -- train …",
+        )
     # A run that its launcher restarts stays in its folder, whose name may contain the time.
     earlier, composed = EarlierAttempts.from_environment().folder, request.composed
     folder = Path(broadcast(str((earlier or composed.run_dir).absolute())))
-    if earlier is not None or "${now:" not in str(composed.hydra["run"]["dir"]):
-        yield folder
-        return
-    with claimed_folder(folder) as claimed:
-        yield claimed
+    # One that is named by the time alone is new.
+    is_new = earlier is None and "${now:" in str(composed.hydra["run"]["dir"])
+    with claimed_folder(folder) if is_new else nullcontext(folder) as claimed:
+        return _train(request, claimed)
 
 
 def _train(request: Request, folder: Path) -> int:
@@ -92,16 +89,6 @@ def _with_request(asked: FitSettings, request: Request, assembled: Assembled) ->
         warnings=[*asked.warnings, *warnings, *other_model(config.plan, num_parameters)],
         on_checked=partial(_show_mesh, request, assembled),
     )
-
-
-def _check_distributed() -> None:
-    if process_count() == 1 and ProcessRange.from_environment() is None:
-        raise UserError(
-            "--distributed: this process would train alone",
-            why="the environment names no other processes",
-            fix="export MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK in each of them, or write "
-            "meshwright launch --nprocs N -- train …",
-        )
 
 
 def _show_mesh(request: Request, assembled: Assembled) -> None:

@@ -70,7 +70,14 @@ class Trainer:
                 global batches, a source, or a function of (step, batch_size).
             val: held-out data in any of these forms.
         """
-        _check_schedule(self.config)
+        duration, schedule = self.config.training.max_duration, self.config.optimizer.schedule
+        if training_duration(self.config).epochs is not None and schedule != "constant":
+            # Only the config's data would say how long an epoch is.
+            raise UserError(
+                f"optimizer.schedule={schedule} needs the number of steps",
+                why=f"training.max_duration={duration} counts epochs of data that is given later",
+                fix='write training_config={"steps": …}, or optimizer={"schedule": "constant", …}',
+            )
         return MeshTrainer.from_config(self.config, run_dir=self._run_dir).fit(train, eval_data=val)
 
 
@@ -102,17 +109,6 @@ def _like(kind: Any) -> str:
         if read_yaml(file.read_text()).get("kind") == kind:
             return file.stem
     return ""
-
-
-def _check_schedule(config: Config) -> None:
-    """Refuse a learning rate that follows epochs, whose length only the config's data would say."""
-    duration, schedule = config.training.max_duration, config.optimizer.schedule
-    if training_duration(config).epochs is not None and schedule != "constant":
-        raise UserError(
-            f"optimizer.schedule={schedule} needs the number of steps",
-            why=f"training.max_duration={duration} counts epochs of data that is given later",
-            fix='write training_config={"steps": …}, or optimizer={"schedule": "constant", …}',
-        )
 
 
 def _to_dict(section: object) -> dict[str, Any]:

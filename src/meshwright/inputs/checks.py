@@ -114,17 +114,13 @@ def check_rows(config: Config) -> None:
         "data.sequence_length": data.get("sequence_length"),
         "task.vocab_size": task.get("vocab_size"),
     }
+    parameters = parameters_of(models.find_builder(config.model.kind))
     for key, value in asked.items():
         size = "vocab_size" if key.endswith("vocab_size") else "context_length"
-        limit = _model_size(config, size)
+        default = parameters[size].default if size in parameters else None
+        limit = config.model.arguments().get(size, default)
         if isinstance(value, int) and isinstance(limit, int) and value > limit:
             raise _too_large(config, key, value, f"model.{size}", limit)
-
-
-def _model_size(config: Config, name: str) -> object:
-    parameter = parameters_of(models.find_builder(config.model.kind)).get(name)
-    default = None if parameter is None else parameter.default
-    return config.model.arguments().get(name, default)
 
 
 def _too_large(config: Config, key: str, value: int, limit_key: str, limit: int) -> UserError:

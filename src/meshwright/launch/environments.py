@@ -87,7 +87,12 @@ def _devices(launch: LaunchOptions, environ: Mapping[str, str], root: Path) -> l
     gpus = 0 if simulated else count_gpus(environ, root)
     if gpus:
         return _divide(gpus, launch)
-    _refuse_tpu(environ, root, simulated)
+    has_tpu = "tpu" in environ.get("JAX_PLATFORMS", "tpu") and _present(root, "accel[0-9]*")
+    if has_tpu and not simulated:
+        raise UserError(
+            "the TPU chips of a machine belong to one process",
+            fix="run the command without launch, or set JAX_PLATFORMS=cpu for virtual devices",
+        )
     own = {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     if "XLA_FLAGS" in environ:
         own["XLA_FLAGS"] = _FORCED_COUNT.sub("", environ["XLA_FLAGS"])
@@ -109,13 +114,3 @@ def _divide(gpus: int, launch: LaunchOptions) -> list[dict[str, str]]:
     return [
         {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(start, start + each)))} for start in starts
     ]
-
-
-def _refuse_tpu(environ: Mapping[str, str], root: Path, simulated: bool) -> None:
-    platforms = environ.get("JAX_PLATFORMS", "tpu")
-    if simulated or "tpu" not in platforms or not _present(root, "accel[0-9]*"):
-        return
-    raise UserError(
-        "the TPU chips of a machine belong to one process",
-        fix="run the command without launch, or set JAX_PLATFORMS=cpu for virtual devices",
-    )

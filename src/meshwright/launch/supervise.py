@@ -126,8 +126,9 @@ class Supervisor:
         for pump in chain.from_iterable(self._pumps.values()):
             pump.join()
         self._merged.release()
+        code = 0 if self._failure is None else exit_code(self._failure[1])
         return Outcome(
-            self._code(),
+            code if self._stuck is None else ExitCode.CHECK_FAILED,
             self._asked,
             self._text(),
             self._run_dir(),
@@ -263,11 +264,6 @@ class Supervisor:
     def _when(self, rank: int) -> str:
         step = self._watch.step_of(rank)
         return "" if step is None else f" at step {step}"
-
-    def _code(self) -> int:
-        if self._stuck is not None:
-            return ExitCode.CHECK_FAILED
-        return 0 if self._failure is None else exit_code(self._failure[1])
 
     def _report_of(self, rank: int) -> Report:
         """Return what a process has reported; its file is gone when the group has ended."""

@@ -75,18 +75,16 @@ class Stragglers:
         training = {rank: beat for rank, beat in beats.items() if beat.first >= 0}
         if len(training) < 2:
             return
-        begun = {rank: self._start.get(rank) for rank in training}
+        firsts = {rank: beat.first for rank, beat in self._start.items()}
         # The first steps do one-time work.
-        if any(
-            start is None or start.first != training[rank].first for rank, start in begun.items()
-        ):
+        if any(firsts.get(rank) != beat.first for rank, beat in training.items()):
             ready = all(beat.step > beat.first + 2 for beat in training.values())
             self._start = dict(training) if ready else {}
             return
-        spans = [(self._start[rank], beat) for rank, beat in training.items()]
-        long = all(new.time - old.time >= self._seconds for old, new in spans)
-        if long and all(new.step - old.step >= WINDOW_STEPS for old, new in spans):
-            self._compare(training)
+        spans = {rank: (self._start[rank], beat) for rank, beat in training.items()}
+        long = all(new.time - old.time >= self._seconds for old, new in spans.values())
+        if long and all(new.step - old.step >= WINDOW_STEPS for old, new in spans.values()):
+            self._compare(spans)
             self._start = dict(training)
 
     def take(self) -> list[Straggler]:
@@ -94,18 +92,16 @@ class Stragglers:
         found, self._found = self._found, []
         return found
 
-    def _compare(self, beats: Mapping[int, Beat]) -> None:
+    def _compare(self, spans: Mapping[int, tuple[Beat, Beat]]) -> None:
         found: list[Straggler] = []
         for what, kind in (("its own work", "own_work"), ("waiting for input", "input_wait")):
             each = {
                 rank: (getattr(new, kind) - getattr(old, kind)) / (new.step - old.step)
-                for rank, new in beats.items()
-                for old in (self._start[rank],)
+                for rank, (old, new) in spans.items()
             }
-            for rank, seconds in each.items():
+            for rank, (old, new) in spans.items():
                 others = statistics.median(s for other, s in each.items() if other != rank)
-                old, new = self._start[rank], beats[rank]
-                steps = new.step - old.step
+                seconds, steps = each[rank], new.step - old.step
                 whole = (new.useful - old.useful) / steps
                 if seconds > SLOWER * others and seconds - others > LEAST_SHARE * whole:
                     found.append(Straggler(rank, what, seconds, others, whole, steps))

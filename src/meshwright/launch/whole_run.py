@@ -10,7 +10,6 @@ from meshwright.config.launchers import (
     ENVIRONMENT,
     LAUNCHERS,
     Found,
-    Launcher,
     detect,
     read_launcher,
     split_address,
@@ -169,7 +168,10 @@ def refuse_outer_launcher(
             read_environment({name: environ[name] for name in found.variables.values()})
         if not _says_more(found):
             continue
-        given = _variables(launcher, found, environ)
+        # Where process 0 is, and which process this is.
+        address = () if found.address is None else found.address.variables
+        names = (*address, *launcher.numbers["rank"], *launcher.numbers["world_size"])
+        given = {name: text for name in names if (text := environ.get(name, "").strip())}
         shown = " ".join(f"{name}={value}" for name, value in given.items())
         raise UserError(
             f"{launcher.title} and --nprocs {nprocs} describe different processes",
@@ -180,13 +182,6 @@ def refuse_outer_launcher(
             f"for processes on this machine only, run `unset {' '.join(given)}` first; or, for a "
             "launch on each of several machines, add --nodes with their number",
         )
-
-
-def _variables(launcher: Launcher, found: Found, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are set and say where process 0 is, and which process this is."""
-    address = () if found.address is None else found.address.variables
-    names = (*address, *launcher.numbers["rank"], *launcher.numbers["world_size"])
-    return {name: text for name in names if (text := environ.get(name, "").strip())}
 
 
 def _says_more(found: Found) -> bool:

@@ -237,12 +237,14 @@ def make_page(runs: Sequence[dict[str, Any]], *, left_out: int = 0) -> str:
     The page loads nothing from elsewhere. The contents of the runs' files are only data to it:
     its content security policy allows no script but its own. It mentions how many are left out.
     """
+    name = f"{runs[0]['facts'].get('project', 'run')} {runs[0]['name']}"
+    name = f"{len(runs)} runs" if len(runs) > 1 else name
     script = "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n{script}'
     data = {"version": own_version(), "left_out": left_out, "runs": list(runs)}
     parts = {
         # File names may contain bytes that are not text.
-        "title": html.escape(_title(runs).encode(errors="replace").decode()),
+        "title": html.escape(f"{name} · Meshwright".encode(errors="replace").decode()),
         "style": (_ASSETS / "style.css").read_text(encoding="utf-8"),
         "script": script,
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -251,9 +253,3 @@ def make_page(runs: Sequence[dict[str, Any]], *, left_out: int = 0) -> str:
     }
     template = (_ASSETS / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
-
-
-def _title(runs: Sequence[dict[str, Any]]) -> str:
-    if len(runs) > 1:
-        return f"{len(runs)} runs · Meshwright"
-    return f"{runs[0]['facts'].get('project', 'run')} {runs[0]['name']} · Meshwright"

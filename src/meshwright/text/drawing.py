@@ -64,14 +64,12 @@ class TextPainter:
 
     def lines(self, count: int) -> list[Text]:
         """Return the first lines."""
-        return [self._line(number) for number in range(count)]
-
-    def _line(self, number: int) -> Text:
-        line = Text(no_wrap=True, overflow="crop")
-        for column, text, style in sorted(self._pieces[number]):
-            line.append(" " * (column - len(line)))
-            line.append(text, style)
-        return line
+        lines = [Text(no_wrap=True, overflow="crop") for _ in range(count)]
+        for number, line in enumerate(lines):
+            for column, text, style in sorted(self._pieces[number]):
+                line.append(" " * (column - len(line)))
+                line.append(text, style)
+        return lines
 
 
 class SvgPainter:

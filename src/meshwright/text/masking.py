@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.text.json_text import flatten
+
 HIDDEN = "(hidden)"
 """What stands for a secret."""
 
@@ -97,15 +99,10 @@ def _mask_whole_value(part: str) -> str:
     return part
 
 
-def hidden_names(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+def hidden_names(values: Mapping[str, Any]) -> list[str]:
     """Return the dotted names of values that were hidden when they were saved."""
-    names: list[str] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            names += hidden_names(value, f"{prefix}{name}.")
-        elif HIDDEN in (str(value) if isinstance(value, list | str) else ""):
-            names.append(f"{prefix}{name}")
-    return names
+    found = ((name, value) for name, value in flatten(values) if isinstance(value, list | str))
+    return [name for name, value in found if HIDDEN in str(value)]
 
 
 def _hide_assignment(match: re.Match[str]) -> str:

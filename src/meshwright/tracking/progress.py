@@ -53,7 +53,7 @@ class ProgressTracker(Tracker):
     def start(self, facts: Mapping[str, Any]) -> None:
         """Print the facts and show the bar."""
         for line in format_facts(facts, self._folder):
-            self._print(Indented(line, 12, first=0))
+            self._console.print(Indented(line, 12, first=0))
         self._started = self._clock()
         self._live = Live(
             console=self._console,
@@ -72,12 +72,12 @@ class ProgressTracker(Tracker):
             self._step, self._values = step, dict(values)
             self._left = self._pace.seconds_left(step)
         else:
-            self._print(Text(format_metrics_line(split, step, values, self._pace)))
+            self._console.print(Text(format_metrics_line(split, step, values, self._pace)))
 
     def event(self, kind: str, step: int, message: str, details: Mapping[str, Any]) -> None:
         """Print what happened above the bar."""
         if line := format_event(kind, step, message):
-            self._print(Indented(line, 2, _STYLES.get(kind, "dim"), first=0))
+            self._console.print(Indented(line, 2, _STYLES.get(kind, "dim"), first=0))
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Stop updating the bar and release the terminal."""
@@ -99,6 +99,3 @@ class ProgressTracker(Tracker):
         values = " · ".join(text.strip() for text in format_metrics(self._values))
         busy = current_activity() or values or "waiting for the first step"
         return Group(row, Text(busy, style="dim"))
-
-    def _print(self, text: RenderableType) -> None:
-        self._console.print(text)

@@ -42,7 +42,11 @@ class MlflowTracker(Tracker):
         run = self._client.create_run(experiment, run_name=run_name(self._folder, facts))
         self._id = run.info.run_id
         id_file.write_text(self._id + "\n")
-        self._log_settings(service_settings(self._folder, facts))
+        param = importlib.import_module("mlflow.entities").Param
+        settings = service_settings(self._folder, facts)
+        params = [param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings.items()]
+        for at in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[at : at + _MAX_PARAMS])
 
     def log(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Send the metrics."""
@@ -56,12 +60,6 @@ class MlflowTracker(Tracker):
         if self._id:
             failed = result.get("failed", not result)
             self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
-
-    def _log_settings(self, settings: Mapping[str, Any]) -> None:
-        param = importlib.import_module("mlflow.entities").Param
-        params = [param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings.items()]
-        for at in range(0, len(params), _MAX_PARAMS):
-            self._client.log_batch(self._id, params=params[at : at + _MAX_PARAMS])
 
 
 INIT_TIMEOUT_SECONDS = 60

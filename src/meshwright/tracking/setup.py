@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from meshwright.processes import is_main
 from meshwright.runtime.activity import show_activities
 from meshwright.tracking.log_lines import LineTracker, LogFile, WarningsOnly
 from meshwright.tracking.run_files import RunFiles
-from meshwright.tracking.tracker import Tracker, Trackers
+from meshwright.tracking.tracker import Background, Tracker, Trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,8 +48,16 @@ def make_trackers(
         "train.log": LogFile(folder, total_steps=total_steps),
         "console": shown,
     }
-    makers = _makers(config, folder)
-    return Trackers(trackers | {name: makers[name]() for name in _enabled(config)})
+    from meshwright.tracking.services import MlflowTracker, TensorBoardTracker, WandbTracker
+
+    if config.tensorboard:
+        trackers["tensorboard"] = TensorBoardTracker(folder)
+    if config.wandb:
+        trackers["wandb"] = WandbTracker(folder, entity=config.wandb_entity)
+    if config.mlflow:
+        # W&B sends in the background; MLflow's client waits and retries for minutes.
+        trackers["mlflow"] = Background(MlflowTracker(folder, uri=config.mlflow_uri))
+    return Trackers(trackers)
 
 
 def shows_progress(folder: Path | None, progress: bool | None, *, terminal: bool) -> bool:
@@ -68,7 +75,14 @@ def check_tracking(config: TrackingConfig, folder: Path | None) -> None:
     """Raise if a tracker's package is missing, or the run folder it needs."""
     enabled = _enabled(config)
     for name in enabled:
-        _check_installed(name)
+        spec = importlib.util.find_spec(name)
+        # A folder of that name in the working directory, such as W&B's own, is not the package.
+        if spec is None or spec.origin is None:
+            raise UserError(
+                f"{Setting(f'tracking.{name}', True)} needs the package `{name}`, which is not "
+                "installed",
+                fix=f"pip install 'meshwright[{name}]', or leave it out",
+            )
     if folder is None and enabled:
         raise UserError(
             f"{Setting(f'tracking.{enabled[0]}', True)} needs the folder of a run",
@@ -78,18 +92,6 @@ def check_tracking(config: TrackingConfig, folder: Path | None) -> None:
 
 def _enabled(config: TrackingConfig) -> list[str]:
     return [name for name in EXTRAS if getattr(config, name)]
-
-
-def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Tracker]]:
-    from meshwright.tracking.services import MlflowTracker, TensorBoardTracker, WandbTracker
-    from meshwright.tracking.tracker import Background
-
-    return {
-        "tensorboard": lambda: TensorBoardTracker(folder),
-        "wandb": lambda: WandbTracker(folder, entity=config.wandb_entity),
-        # W&B sends in the background; MLflow's client waits and retries for minutes.
-        "mlflow": lambda: Background(MlflowTracker(folder, uri=config.mlflow_uri)),
-    }
 
 
 def _make_console(
@@ -109,14 +111,3 @@ def _make_console(
     return LineTracker(
         lambda line: screen.print(Text(line), soft_wrap=True), folder, total_steps=total_steps
     )
-
-
-def _check_installed(name: str) -> None:
-    spec = importlib.util.find_spec(name)
-    # A folder of that name in the working directory, such as W&B's own, is not the package.
-    if spec is None or spec.origin is None:
-        setting = Setting(f"tracking.{name}", True)
-        raise UserError(
-            f"{setting} needs the package `{name}`, which is not installed",
-            fix=f"pip install 'meshwright[{name}]', or leave it out",
-        )

@@ -5,6 +5,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,11 @@ _ACCELERATOR_FILES = {
 def versions() -> dict[str, str | None]:
     """Return installed versions; None for missing packages; plugins only if installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    found |= {name: _version(package) for name, package in PACKAGES.items()}
-    return found | {name: version for name in PLUGINS if (version := _version(name))}
+    found |= dict.fromkeys(PACKAGES)
+    for name, package in (PACKAGES | {plugin: plugin for plugin in PLUGINS}).items():
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(package)
+    return found
 
 
 def system() -> dict[str, Any]:
@@ -138,13 +142,6 @@ def device(jax_device: Any) -> dict[str, Any]:
         "memory_total_bytes": stats.get("bytes_limit"),
         "memory_used_bytes": stats.get("bytes_in_use"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _integer(text: str | None) -> int | None:

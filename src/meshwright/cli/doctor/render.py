@@ -59,7 +59,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     kinds = ", ".join(f"{count} × {kind}" for kind, count in report["device_kinds"].items())
     # JAX has one CPU device per machine, so several in a process are virtual.
     virtual = ", virtual" if report["backend"] == "cpu" and report["local_devices"] > 1 else ""
-    yield "devices", (kinds or "none") + virtual + _device_memory(report)
+    totals = {device["memory_total_bytes"] for device in report["device_list"]} - {None}
+    usable = f", {' or '.join(map(decimal, sorted(totals)))} usable each" if totals else ""
+    yield "devices", (kinds or "none") + virtual + usable
     count = report["process_count"]
     among = "the only one" if count == 1 else f"among {count}"
     devices = counted(report["local_devices"], "device")
@@ -81,13 +83,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "disk", f"{decimal(free)} of {decimal(total)} free here"
     variables = [f"{name}={value}" for name, value in report["environment"].items()]
     yield "environment", "\n".join(variables) or "nothing set that matters"
-
-
-def _device_memory(report: Report) -> str:
-    totals = {device["memory_total_bytes"] for device in report["device_list"]} - {None}
-    return (
-        f", {' or '.join(decimal(total) for total in sorted(totals))} usable each" if totals else ""
-    )
 
 
 def _memory(memory: Mapping[str, int | None]) -> str:
