@@ -38,6 +38,7 @@ from meshwright.inputs.checks import (
     check_precision,
     check_run_name,
     check_trainable,
+    mesh_sizes,
 )
 from meshwright.inputs.user_model import UserModel
 from meshwright.mesh.axes import is_whole
@@ -125,6 +126,8 @@ class TrainerSettings:
         if self.compilation_cache is not None and not isinstance(self.compilation_cache, bool):
             check_path("compilation_cache", self.compilation_cache)
         read_pipeline(self.pipeline)
+        if not isinstance(self.mesh, Plan):
+            mesh_sizes(self.mesh)
 
     def _read_task(self) -> None:
         """Take the loss from the task, if there is one."""
