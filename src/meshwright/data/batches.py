@@ -84,9 +84,8 @@ def _read_leaf(name: str, leaf: Any) -> Any:
     array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else _to_numpy(name, leaf)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != bool:
         is_text = isinstance(array, np.ndarray) and array.dtype.kind in "SUT"
-        holds = "text" if is_text else "no numbers"
         raise UserError(
-            f"{name} holds {holds}",
+            f"{name} holds {'text' if is_text else 'no numbers'}",
             why=f"its dtype is {array.dtype}, and devices compute with numbers",
             fix="turn it into integers or floats, or leave the field out of the batch",
         )

@@ -103,10 +103,9 @@ class BuildLock:
             return True
         # Its last owner may have removed the file after it was opened here.
         try:
-            current = os.stat(self.path).st_ino
+            return os.stat(self.path).st_ino == os.fstat(descriptor).st_ino
         except FileNotFoundError:
             return False
-        return current == os.fstat(descriptor).st_ino
 
 
 logger = logging.getLogger(__name__)

@@ -113,8 +113,7 @@ class PartialEntry:
     def note(self, progress: Mapping[str, Any]) -> None:
         """Save what is written so far, with what is needed to continue from here."""
         self._flush()
-        noted = {"progress": dict(progress), "lengths": self.lengths}
-        _write_durably(self.folder / PROGRESS, noted)
+        _write_durably(self.folder / PROGRESS, {"progress": {**progress}, "lengths": self.lengths})
 
     def commit(self, final: Path, facts: Mapping[str, Any]) -> None:
         """Make the entry complete, all at once."""

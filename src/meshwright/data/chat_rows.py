@@ -107,8 +107,7 @@ class ChatEncoder:
         )
         both, template = [*read, *more_read], self._template(names[0])
         text, before = template.write(both, **more), template.write(read, reply=True, **more)
-        same = len(commonprefix([before, text]))  # noqa: RUF071
-        begin = 0 if self.loss_on == "all" else same
+        begin = 0 if self.loss_on == "all" else len(commonprefix([before, text]))  # noqa: RUF071
         return ChatText(text, [(begin, len(text))], prompt=before)
 
     def text(self, text: Any, name: str = "text") -> ChatText:

@@ -25,7 +25,7 @@ from meshwright.data.record_formats import JsonLines, ParquetRows
 from meshwright.data.records import RecordFiles, document_blocks
 from meshwright.data.token_cache import Corpus, packed, tell
 from meshwright.data.token_rows import PackedRows
-from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.runtime.host_machine import user_cache
 from meshwright.text.json_text import write_atomically
@@ -100,8 +100,7 @@ def chat_source(
         on_corrupt: what to do about a record that is not a conversation.
         cache_dir: folder for the tokens; by default the user's cache folder.
     """
-    loaded = load_tokenizer(tokenizer)
-    check_vocabulary(loaded, vocab_size)
+    loaded = load_tokenizer(tokenizer, vocab_size)
     found = find_template(template, tokenizer, template_arguments)
     encoder = ChatEncoder(loaded, found, loss_on, (role, content))
     apart = _packs(packing, mixes)

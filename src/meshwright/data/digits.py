@@ -63,8 +63,7 @@ class DigitSource:
         pixels = np.arange(SIDE * SIDE, dtype=np.uint64)
         noise = _to_unit(mix(mix(ids.astype(np.uint64) + np.uint64(99))[:, None] + pixels))
         images = _draw(ids, labels) + 0.15 * noise
-        shape = (len(ids), *self.input_shape)
-        images = np.clip(images, 0, 1).astype(np.float32).reshape(shape)
+        images = np.clip(images, 0, 1).astype(np.float32).reshape(len(ids), *self.input_shape)
         return {self.input_name: images, "label": labels}
 
     def fingerprint(self) -> str:

@@ -87,8 +87,7 @@ class MapSamples(Data):
 
 def _open_epoch(dataset: Any, epoch: int) -> Iterator[Any]:
     """Iterate over a dataset again, after setting its epoch if it has one."""
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if callable(set_epoch):
+    if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
     return iter(dataset)
 

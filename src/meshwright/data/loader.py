@@ -128,8 +128,7 @@ class BatchStream(Iterator[HostBatch]):
     def __init__(self, stream: Any, *, shared: bool) -> None:
         self._stream: Any = stream
         self._shared = shared
-        start = getattr(stream, "start_prefetch", None)
-        if start is not None:
+        if (start := getattr(stream, "start_prefetch", None)) is not None:
             start()
 
     def __next__(self) -> HostBatch:

@@ -210,8 +210,7 @@ def _cut(boundaries: Ints, row_length: int) -> Iterator[tuple[Ints, Ints]]:
             numbers = np.arange(piece, min(piece + PART_PIECES, int(ends[-1])), dtype=np.int64)
             which = np.searchsorted(ends, numbers, side="right")
             offsets = (numbers - (ends - counts)[which]) * (row_length - 1)
-            lengths = np.minimum(documents[which] - offsets, row_length)
-            yield bounds[which] + offsets, lengths
+            yield bounds[which] + offsets, np.minimum(documents[which] - offsets, row_length)
 
 
 def _count_up(counts: Ints) -> tuple[Ints, Ints]:

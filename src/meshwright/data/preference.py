@@ -19,7 +19,7 @@ from meshwright.data.protocols import HostBatch, Source
 from meshwright.data.records import document_blocks
 from meshwright.data.sentences import pair_file
 from meshwright.data.token_cache import Corpus, tell
-from meshwright.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import Setting, UserError
 from meshwright.text.units import a_type, counted
 
@@ -113,8 +113,7 @@ def preference_source(
         on_corrupt: what to do about a record that is not such a pair.
         cache_dir: folder for the tokens; by default the user's cache folder.
     """
-    loaded = load_tokenizer(tokenizer)
-    check_vocabulary(loaded, vocab_size)
+    loaded = load_tokenizer(tokenizer, vocab_size)
     encoder = ChatEncoder(loaded, find_template(template, tokenizer))
     built_in = path is None and records is None
     given = path if path is not None else None if built_in else written_records(records)
@@ -161,8 +160,7 @@ def _read(record: Any, encoder: ChatEncoder) -> list[ChatText]:
         raise ValueError(f"it is {a_type(record)}, not an object with fields")
     known = {str(key): value for key, value in record.items() if value is not None}
     lists = [isinstance(known.get(side), list) for side in _SIDES]
-    needed = _SIDES if all(lists) else (_PROMPT, *_SIDES)
-    for side in needed:
+    for side in _SIDES if all(lists) else (_PROMPT, *_SIDES):
         if side not in known:
             own = ", ".join(f"`{key}`" for key in known) or "nothing"
             raise ValueError(f"it has no `{side}`, but {own}")

@@ -13,7 +13,7 @@ from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.protocols import HostBatch
 from meshwright.data.records import parsed_records
 from meshwright.data.token_cache import nothing
-from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshwright.errors import Setting, UserError
 from meshwright.text.units import a_type, counted
 
@@ -77,8 +77,7 @@ def prompt_source(
         vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a record that cannot be read.
     """
-    loaded = load_tokenizer(tokenizer)
-    check_vocabulary(loaded, vocab_size)
+    loaded = load_tokenizer(tokenizer, vocab_size)
     return PromptSource(read_prompts(path, field, CorruptRecords(on_corrupt)), loaded)
 
 

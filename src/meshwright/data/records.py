@@ -15,7 +15,7 @@ from meshwright.data.documents import Document, DocumentBlock, Item, Packing, Po
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus, nothing
-from meshwright.data.tokenizer import check_vocabulary, load_tokenizer, token_dtype
+from meshwright.data.tokenizer import load_tokenizer, token_dtype
 from meshwright.errors import Setting, UserError
 from meshwright.text.units import a_type
 
@@ -100,8 +100,7 @@ def _documents(records: RecordFiles, files: Sequence[Path]) -> Source:
     is_text = isinstance(_first_value(records, files), str)
     tokenizer = None
     if is_text or records.tokenizer is not None:
-        tokenizer = load_tokenizer(records.tokenizer)
-        check_vocabulary(tokenizer, records.vocab_size)
+        tokenizer = load_tokenizer(records.tokenizer, records.vocab_size)
     # Token ids beyond the vocabulary are corrupt records.
     limit = None if is_text else records.vocab_size
     size = tokenizer.vocab_size if is_text and tokenizer else limit or 2**31

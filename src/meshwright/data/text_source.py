@@ -14,13 +14,7 @@ from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
 from meshwright.data.sentences import sentence_file
 from meshwright.data.token_cache import Corpus
-from meshwright.data.tokenizer import (
-    ByteTokenizer,
-    Tokenizer,
-    check_vocabulary,
-    load_tokenizer,
-    token_dtype,
-)
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from meshwright.errors import Setting, UserError
 
 READ_BYTES = 2**21
@@ -49,8 +43,7 @@ def text_source(
         on_corrupt: what to do about a file that is not UTF-8, which a tokenizer needs.
         cache_dir: folder for the tokens; by default the user's cache folder.
     """
-    loaded = load_tokenizer(tokenizer)
-    check_vocabulary(loaded, vocab_size)
+    loaded = load_tokenizer(tokenizer, vocab_size)
     files = [sentence_file()] if path is None else list_files(path)
     corpus = Corpus(
         name="sentences of a small grammar" if path is None else str(Setting("data.path", path)),

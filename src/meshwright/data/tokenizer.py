@@ -105,10 +105,9 @@ class FileTokenizer(Tokenizer):
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
         """Return the tokens of each text, and the characters of each."""
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
             (np.array(one.ids, self._dtype), np.array(one.offsets, np.int64).reshape(-1, 2))
-            for one in encoded
+            for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         ]
 
     def decode(self, tokens: Any) -> str:
@@ -121,9 +120,11 @@ class FileTokenizer(Tokenizer):
         return self._fingerprint
 
 
-def load_tokenizer(path: str | None) -> Tokenizer:
-    """Return the tokenizer of a JSON file; without a file, one of bytes."""
-    return ByteTokenizer() if path is None else FileTokenizer(path)
+def load_tokenizer(path: str | None, vocab_size: int | None = None) -> Tokenizer:
+    """Return the tokenizer of a JSON file; without a file, one of bytes. It must fit the model."""
+    loaded = ByteTokenizer() if path is None else FileTokenizer(path)
+    check_vocabulary(loaded, vocab_size)
+    return loaded
 
 
 def token_dtype(vocab_size: int) -> Any:

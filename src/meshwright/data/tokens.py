@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from meshwright.data.files import list_files, load_array, map_array
 from meshwright.data.protocols import Source
 from meshwright.data.token_rows import StreamRows, check_tokens
-from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import Setting, UserError
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
@@ -40,9 +40,7 @@ def token_source(
         tokenizer: a ``tokenizers`` JSON file, to decode what the model generates.
         vocab_size: size of the model's vocabulary, which must hold every token.
     """
-    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
-    if loaded is not None:
-        check_vocabulary(loaded, vocab_size)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer, vocab_size)
     arrays = [_flat(file, dtype) for file in list_files(path, ENDINGS)]
     name = str(Setting("data.path", path))
     for array in arrays:
@@ -66,7 +64,13 @@ def _flat(file: Path, dtype: TokenType | None) -> NDArray[Any]:
                 file, f"its dtype is {array.dtype}, and {Setting('data.dtype', dtype)}"
             )
     else:
-        array = _raw_integers(file, dtype or "uint16")
+        dtype = dtype or "uint16"
+        size, width = file.stat().st_size, np.dtype(dtype).itemsize
+        if size % width:
+            raise _wrong_type(
+                file, f"its {size:,} bytes are not a multiple of {width}, the size of {dtype}"
+            )
+        array = map_array(str(file), dtype, 0, (size // width,))
     if array.dtype.kind not in "iu":
         raise _wrong_type(file, f"its dtype is {array.dtype}")
     if array.ndim != 1:
@@ -76,15 +80,6 @@ def _flat(file: Path, dtype: TokenType | None) -> NDArray[Any]:
             fix="save the tokens of all documents as one flat array: array.reshape(-1)",
         )
     return array
-
-
-def _raw_integers(file: Path, dtype: TokenType) -> NDArray[Any]:
-    size, width = file.stat().st_size, np.dtype(dtype).itemsize
-    if size % width:
-        raise _wrong_type(
-            file, f"its {size:,} bytes are not a multiple of {width}, the size of {dtype}"
-        )
-    return map_array(str(file), dtype, 0, (size // width,))
 
 
 def _wrong_type(file: Path, why: str) -> UserError:

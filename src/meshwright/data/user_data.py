@@ -143,8 +143,13 @@ def as_data(
     found = read_foreign(given, seed, expected, samples=samples)
     if found is None:
         found = _plain_data(given, seed, expected, samples=samples)
-    if isinstance(found, IterableData):
-        _check_processes(found, num_processes or process_count())
+    if isinstance(found, IterableData) and (count := num_processes or process_count()) > 1:
+        raise UserError(
+            f"{found.name} cannot feed {count} processes",
+            why="nothing guarantees that each of them gets the same batches",
+            fix="give a dict of arrays, a dataset with a length and items, a list, or a function "
+            "of (seed, step, batch_size)",
+        )
     return found
 
 
@@ -223,11 +228,10 @@ def read_data(kind: str, builder: Builder, arguments: dict[str, Any]) -> Data | 
 
 
 def _iterable_data(given: Iterable[Any], expected: Expected, *, samples: bool) -> IterableData:
-    once = isinstance(given, Iterator)
     read = IterableData(
         open=lambda _: iter(given),
         name=f"{a_type(given)}",
-        once=once,
+        once=isinstance(given, Iterator),
         length=len(given) if hasattr(given, "__len__") else None,  # pyright: ignore[reportArgumentType]
     )
     if inspect.isgenerator(given):
@@ -260,19 +264,8 @@ def _iterator_function(
     return read.with_elements(expected, samples=samples)
 
 
-def _check_processes(read: IterableData, num_processes: int) -> None:
-    if num_processes > 1:
-        raise UserError(
-            f"{read.name} cannot feed {num_processes} processes",
-            why="nothing guarantees that each of them gets the same batches",
-            fix="give a dict of arrays, a dataset with a length and items, a list, or a function "
-            "of (seed, step, batch_size)",
-        )
-
-
 def _required(given: Callable[..., Any]) -> list[str]:
-    parameters = parameters_of(given)
-    return [name for name, p in parameters.items() if p.default is p.empty]
+    return [name for name, p in parameters_of(given).items() if p.default is p.empty]
 
 
 def _function_data(given: Callable[..., Any], seed: int) -> FunctionData:

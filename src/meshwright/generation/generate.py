@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from meshwright.config.argument_checks import check_count, clear_arguments, wrong_kind
+from meshwright.data.tokenizer import FileTokenizer
 from meshwright.errors import UserError, argument
 from meshwright.generation.make_decoder import how_decoded
 from meshwright.generation.model_facts import half_precision, position_limit, vocabulary_of
@@ -41,7 +42,6 @@ from meshwright.runtime.activity import activity
 from meshwright.text.units import counted
 
 STREAMED_CHUNK = 16
-_SHOWN = 3
 
 Prompts = Any
 """A text, token ids, messages of a conversation, or a sequence or an array of those."""
@@ -367,8 +367,6 @@ def read_tokenizer(tokenizer: Any) -> tuple[TextTokens, TextSettings]:
         path = Path(tokenizer)
         if path.is_dir():
             return read_tokenizer(read_text_settings(path))
-        from meshwright.data.tokenizer import FileTokenizer
-
         return TextTokens(FileTokenizer(str(path))), TextSettings()
     return TextTokens(tokenizer, "none was given"), TextSettings()
 

@@ -28,12 +28,12 @@ def make_decoder(
         return cached_decoder(model, length, divided=divided, kernel=kernel)
     except NotIncremental as reason:
         found = RecomputingDecoder(model.shapes, length, str(reason))
-        seen = found.try_out(model.weights, _logits(model, length).shape[-1])
+        seen = found.try_out(model.weights, logits_struct(model, length).shape[-1])
         if not seen:
             return found
         said = str(NotIncremental(f"the model {seen}", reason.at))
         try:
-            _logits(model, length - 1)
+            logits_struct(model, length - 1)
         except Exception as error:
             raise UserError(
                 f"{model.structure.name} cannot continue a text",
@@ -44,7 +44,8 @@ def make_decoder(
         return RecomputingDecoder(model.shapes, length, said, seen)
 
 
-def _logits(model: SplitModel, length: int) -> Any:
+def logits_struct(model: SplitModel, length: int) -> Any:
+    """Return the shape and dtype of what a model makes of a row of tokens."""
     tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
     return jax.eval_shape(model.logits_of, [*model.weights, *model.source], tokens)
 

@@ -9,8 +9,9 @@ import numpy as np
 from flax import nnx
 
 from meshwright.errors import UserError, argument, typed_line
-from meshwright.generation.make_decoder import how_decoded, make_decoder
+from meshwright.generation.make_decoder import how_decoded, logits_struct, make_decoder
 from meshwright.generation.positions import NotIncremental, Positions
+from meshwright.generation.row_placement import cast_dtype
 from meshwright.generation.token_decoder import PerModel, SplitModel, split_model
 from meshwright.generation.token_loop import length_bucket
 from meshwright.generation.traced_decoder import Loops, trace_row
@@ -35,9 +36,8 @@ def half_precision(dtype: Any) -> Any:
 def vocabulary_of(model: SplitModel, length: int) -> int:
     """Return V of a model from tokens [B, T] to logits [B, T, V]; refuse any other."""
     fix = "pass a model that maps token ids [rows, length] to logits [rows, length, tokens]"
-    tokens = jax.ShapeDtypeStruct((1, length), np.dtype(np.int32))
     try:
-        found: Any = jax.eval_shape(model.logits_of, [*model.weights, *model.source], tokens)
+        found = logits_struct(model, length)
     except Exception as error:
         raise UserError(
             f"{model.structure.name} is not a model of tokens",
@@ -76,11 +76,7 @@ def cache_shapes(model: Any, prompt: int, length: int, dtype: Any = None) -> tup
     """
     split = split_model(model, half_precision(dtype))
     most = split.structure.context
-    weights = [
-        jax.ShapeDtypeStruct(w.shape, dtype if is_float and dtype is not None else w.dtype)
-        for w in split.weights
-        for is_float in [jnp.issubdtype(w.dtype, jnp.floating)]
-    ]
+    weights = [jax.ShapeDtypeStruct(w.shape, cast_dtype(w.dtype, dtype)) for w in split.weights]
     decoder = make_decoder(replace(split, weights=weights), length_bucket(min(length, most), most))
     tokens, one = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,)))
     return jax.eval_shape(
@@ -114,8 +110,7 @@ def position_limit(model: SplitModel, length: int) -> tuple[int, str]:
             fails, why = middle, found
         else:
             fits = middle
-    known = fits > 1 and not wrong(fits - 1)
-    return fits if known else 0, why
+    return fits if fits > 1 and not wrong(fits - 1) else 0, why
 
 
 def _rows_past(positions: Positions, eqn: Equation) -> str:

@@ -100,7 +100,7 @@ class RowPlacement:
         they do not fit and are over all axes.
         """
         weights = [leaf if isinstance(leaf, Array) else jnp.asarray(leaf) for leaf in model.weights]
-        dtypes = [_cast(weight.dtype, dtype) for weight in weights]
+        dtypes = [cast_dtype(weight.dtype, dtype) for weight in weights]
         shardings = self._shardings(model, weights)
         limit, placement, remark = device_memory(self.mesh), self, ""
         structs = list(map(_struct, weights, dtypes, shardings))
@@ -113,23 +113,21 @@ class RowPlacement:
                 f"take {human_bytes(need)} of {human_bytes(limit)} on each device; divided they "
                 f"take {human_bytes(held)}, and each token gathers up to {human_bytes(need - held)}"
             )
-        placed = weights
         if self.mesh is not None:
             devices = set(self.mesh.devices.flat)
-            elsewhere = any(w.sharding.device_set != devices for w in weights)
-            placed = list(map(_put, weights, shardings)) if elsewhere else weights
-        each = zip(placed, dtypes, shardings, strict=True)
+            if any(w.sharding.device_set != devices for w in weights):
+                weights = list(map(_put, weights, shardings))
+        each = zip(weights, dtypes, shardings, strict=True)
         if any(w.dtype != d or (s is not None and w.sharding != s) for w, d, s in each):
-            placed = _cast_all(placed, dtypes=tuple(dtypes), shardings=tuple(shardings))
-        return placement, placed, remark
+            weights = _cast_all(weights, dtypes=tuple(dtypes), shardings=tuple(shardings))
+        return placement, weights, remark
 
     def _divided(self, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return a weight over all axes."""
         assert self.mesh is not None
         for name, size in self.mesh.shape.items():
             if size > 1 and resolve_alias(name) != TENSOR:
-                sharding = fsdp_sharding(struct, self.mesh, name, 0)
-                struct = _struct(struct, struct.dtype, sharding)
+                struct = _struct(struct, struct.dtype, fsdp_sharding(struct, self.mesh, name, 0))
         return struct
 
     def _shardings(self, model: SplitModel, weights: Sequence[Array]) -> list[NamedSharding | None]:
@@ -213,5 +211,6 @@ def _cast_all(
 
 
 @lru_cache
-def _cast(own: Any, asked: Any) -> Any:
+def cast_dtype(own: Any, asked: Any) -> Any:
+    """Return the dtype of a weight while generating: the one asked for, if it is a float."""
     return jnp.dtype(asked) if asked is not None and jnp.issubdtype(own, jnp.floating) else own

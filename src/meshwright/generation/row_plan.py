@@ -192,7 +192,11 @@ def _pass_on(plan: RowPlan, eqn: Equation, number: int, need: Need) -> None:
         # No row of it sees tokens, whatever it sums over.
         _need_rows(plan, eqn, rule, (dim, True) if rule.chunked else need)
     elif eqn.primitive.name == "scan":
-        _carry(plan, eqn, rule)
+        if not positions.carried(eqn):
+            raise NotIncremental.by(eqn, "has a loop that begins with something of all positions")
+        if eqn not in plan.carried:
+            plan.carried.append(eqn)
+        _need_rows(plan, eqn, rule, (0, True))
         plan.need(variable, (0, True))
     else:
         if rule.chunked:
@@ -210,14 +214,6 @@ def _need_whole(plan: RowPlan, atoms: Sequence[Atom]) -> None:
 def _need_rows(plan: RowPlan, eqn: Equation, rule: RowRule, need: Need) -> None:
     for atom, inner in zip(eqn.invars, rule.dims, strict=True):
         plan.need(atom, WHOLE if inner is None else (inner, need[1]))
-
-
-def _carry(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
-    if not plan.positions.carried(eqn):
-        raise NotIncremental.by(eqn, "has a loop that begins with something of all positions")
-    if eqn not in plan.carried:
-        plan.carried.append(eqn)
-    _need_rows(plan, eqn, rule, (0, True))
 
 
 def _check_pairs(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
@@ -247,9 +243,8 @@ def _check_product(plan: RowPlan, eqn: Equation, rule: RowRule) -> None:
     side = rule.dims.index(None) ^ 1 if None in rule.dims else 0
     row, whole = eqn.invars[side], eqn.invars[side ^ 1]
     sums = eqn.params["dimension_numbers"][0]
-    pairs = list(zip(sums[side], sums[side ^ 1], strict=True))
     inner = rule.dims[side]
     assert inner is not None
-    for mine, theirs in pairs:
+    for mine, theirs in zip(sums[side], sums[side ^ 1], strict=True):
         if theirs in plan.positions.of(whole) or mine in plan.positions.of(row):
             plan.look_back(eqn, row, inner, mine, "zero")

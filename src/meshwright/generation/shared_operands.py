@@ -40,7 +40,7 @@ def share_operands(closed: ClosedJaxpr, joinable: int, *, also: Sequence[Var] = 
     makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
     of_tokens = dependent_variables(closed.jaxpr.eqns, [closed.jaxpr.invars[-1]])
     rules = (
-        *(_Joined(closed, group) for group in _groups(closed, joinable, makers)),
+        *(_Joined(closed, group) for group in _groups(closed, joinable, makers, of_tokens)),
         partial(_unrepeat, makers=makers),
         partial(_scale_last, makers=makers, of_tokens=of_tokens),
     )
@@ -86,11 +86,10 @@ class _Joined:
 
 
 def _groups(
-    closed: ClosedJaxpr, joinable: int, makers: Mapping[Var, Equation]
+    closed: ClosedJaxpr, joinable: int, makers: Mapping[Var, Equation], of_tokens: Set[Var]
 ) -> list[list[tuple[Equation, int]]]:
     """Return the products of each input with weights of one form, if there are several."""
     jaxpr = closed.jaxpr
-    of_tokens = dependent_variables(jaxpr.eqns, [jaxpr.invars[-1]])
     found: dict[Any, list[tuple[Equation, int]]] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][1] != ((), ()):

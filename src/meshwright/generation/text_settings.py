@@ -117,7 +117,10 @@ def read_text_settings(path: str | Path) -> TextSettings:
                 completion=_at(values, "generation", "max_generation_steps") if rewarded else None,
             )
         if (folder / TOKENIZER).is_file() or is_hf_folder(folder):
-            return _of_hf_folder(TextSettings(folder))
+            found = TextSettings(folder)
+            values = object_in(found.file, CONFIG, folder)
+            dtypes = [_at(values, *part, key) for part in ((), ("text_config",)) for key in _DTYPES]
+            return replace(found, dtype=next((d for d in dtypes if d in HALF.values()), None))
     return TextSettings(path)
 
 
@@ -135,12 +138,6 @@ def ends_of(named: Sequence[int], tokenizer: Any) -> list[int]:
     """Return the tokens that end a completion: those that are named, or the tokenizer's own."""
     own = tokenizer.marks.end[-1:] if isinstance(tokenizer, Tokenizer) else ()
     return [*(named or own)]
-
-
-def _of_hf_folder(found: TextSettings) -> TextSettings:
-    values = object_in(found.file, CONFIG, found.folder)
-    named = [_at(values, *part, key) for part in ((), ("text_config",)) for key in _DTYPES]
-    return replace(found, dtype=next((name for name in named if name in HALF.values()), None))
 
 
 def _at(values: Any, *keys: str) -> Any:

@@ -209,8 +209,7 @@ class RecomputingDecoder:
             return ""
         # Sums of another length are rounded otherwise.
         near = min(0.03, 1000 * eps) * scale
-        changed = jnp.abs(logits[:, : half + 1] - alone) > near
-        return COUNT if bool(changed.any()) else ""
+        return COUNT if bool((jnp.abs(logits[:, : half + 1] - alone) > near).any()) else ""
 
     def _logits(self, weights: Weights, window: Array, positions: Array, source: Source) -> Array:
         # Row by row as far as the model can tell: some mix the rows of a batch.

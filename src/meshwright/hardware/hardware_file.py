@@ -99,10 +99,9 @@ def checked_row(kind: type[Record], row: Row, where: str, source: str) -> Record
         return _adapter(kind).validate_python(plain)
     except ValidationError as error:
         known = list(kind.__annotations__)
-        messages = [_explain(detail, known) for detail in error.errors(include_url=False)]
         raise UserError(
             f"{where} in {source} is not valid",
-            why="; ".join(messages),
+            why="; ".join(_explain(each, known) for each in error.errors(include_url=False)),
             fix="the keys and their units are in docs/hardware.md",
         ) from None
 

@@ -74,11 +74,8 @@ def find_chip(device_kind: str) -> Chip | None:
     The whole text must match: a slice of a chip, or another form factor with other links, is not
     the chip whose name it contains.
     """
-    wanted = plain_name(device_kind)
-    for chip in load_chips().values():
-        if wanted in map(plain_name, chip.device_kinds):
-            return chip
-    return None
+    wanted, chips = plain_name(device_kind), load_chips().values()
+    return next((chip for chip in chips if wanted in map(plain_name, chip.device_kinds)), None)
 
 
 def detect(devices: Sequence[Any] | None = None) -> Hardware | None:

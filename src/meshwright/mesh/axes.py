@@ -249,8 +249,7 @@ def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
     """Return ``data=2 × fsdp=4`` for messages; ``1 device`` for one device."""
-    shown = shown_sizes(sizes)
-    return " × ".join(f"{axis}={size}" for axis, size in shown.items()) or "1 device"
+    return " × ".join(f"{axis}={size}" for axis, size in shown_sizes(sizes).items()) or "1 device"
 
 
 def divisors(number: int) -> list[int]:

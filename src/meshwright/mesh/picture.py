@@ -168,12 +168,11 @@ def picture_of(mesh: Mesh | AbstractMesh) -> Picture:
     if isinstance(mesh, AbstractMesh):
         return Picture(axes, range(mesh.size), [0] * mesh.size, kind="")
     devices = mesh.devices.ravel().tolist()
-    kinds = sorted({str(device.device_kind) for device in devices})
     return Picture(
         axes,
         ids=device_numbers(devices),
         processes=[int(device.process_index) for device in devices],
-        kind=" and ".join(kinds),
+        kind=" and ".join(sorted({str(device.device_kind) for device in devices})),
     )
 
 

@@ -89,26 +89,22 @@ def mesh_svg(mesh: Mesh | AbstractMesh, rows: Rows | None = None) -> str:
     The drawing suits light and dark pages, and shows each device's coordinates and process on
     hover. Below is which part of ``rows`` each device holds.
     """
-    return picture_svg(picture_of(mesh), rows)
-
-
-def picture_svg(picture: Picture, held: Rows | None = None) -> str:
-    """Return an SVG drawing of a picture, and of the rows that its devices hold."""
+    picture = picture_of(mesh)
     names, grid = picture.blocks()
     stride = 1
     if len(picture.axes) == 1 and grid.shape[3] > _MAX_ROW_LENGTH:
         stride = _MAX_ROW_LENGTH
         names, grid = ("", "", names[3], ""), wrap(grid, stride)
-    outer, inner, rows, columns = grid.shape
-    sizes = _Sizes.of(names, rows, columns)
+    outer, inner, height, width = grid.shape
+    sizes = _Sizes.of(names, height, width)
     per_band = inner if names[0] else sizes.balanced_band(inner)
     bands = [
         [(block, first + place) for place in range(min(per_band, inner - first))]
         for block in range(outer)
         for first in range(0, inner, per_band)
     ]
-    layout = Layout(picture, names, grid, stride, range(rows), range(columns), bands)
-    return _Drawing(layout, sizes).svg(held)
+    layout = Layout(picture, names, grid, stride, range(height), range(width), bands)
+    return _Drawing(layout, sizes).svg(rows)
 
 
 @dataclass(frozen=True)

@@ -137,10 +137,8 @@ class GRPO(GrpoConfig, GenerationConfig):
                 losses = losses + self.beta * k3 * weights
         if self.mean == "token":
             return weigh(losses, taken), metrics
-        if self.mean == "sequence":
-            return weigh((losses * mask).sum(axis=1) / lengths[:, 0], counted), metrics
-        each = (losses * mask).sum(axis=1) / self.max_generation_steps
-        return weigh(each, counted), metrics
+        tokens_of_each = lengths[:, 0] if self.mean == "sequence" else self.max_generation_steps
+        return weigh((losses * mask).sum(axis=1) / tokens_of_each, counted), metrics
 
     def _check_ends(self, vocabulary: int) -> None:
         unknown = [token for token in self.eos_tokens or () if not 0 <= token < vocabulary]

@@ -169,8 +169,7 @@ def rotary(values: Mapping[str, Any], *known: str) -> dict[str, Any]:
 def rope_settings(found: Mapping[str, Any], base: float, where: str) -> dict[str, Any]:
     """Return rotary settings with their type and base; refuse keys that are not known."""
     # Some write that all dims are rotated, which is what the others do without saying so.
-    whole = ("partial_rotary_factor", 1.0)
-    found = dict(each for each in found.items() if each != whole)
+    found = dict(each for each in found.items() if each != ("partial_rotary_factor", 1.0))
     unknown = sorted(found.keys() - _ROPE)
     if unknown:
         raise UserError(

@@ -126,8 +126,7 @@ def text_model(config: HfConfig) -> HfConfig:
         check_value("text_config", inner, "object")
         check_value("tie_word_embeddings", inner.get("tie_word_embeddings", True), "flag")
     kept = {key: config[key] for key in _OF_THE_WHOLE if key in config}
-    tied = {"tie_word_embeddings": own["tie_word_embeddings"]}
-    return {**kept, **(inner or {}), **tied}
+    return {**kept, **(inner or {}), "tie_word_embeddings": own["tie_word_embeddings"]}
 
 
 _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "torch_dtype")

@@ -60,8 +60,7 @@ class _Place:
 
 def _places(adapter: Adapter, kind: str) -> list[_Place]:
     """Return where PEFT keeps the two factors of an adapter."""
-    rows = (row.match(adapter.path) for row in find_family(kind).rows)
-    row = next((row for row in rows if row is not None), None)
+    row = next(filter(None, (row.match(adapter.path) for row in find_family(kind).rows)), None)
     orders = [] if row is None or adapter.tied else _orders(adapter, row)
     if row is None or len(orders) < 2:
         raise UserError(

@@ -100,8 +100,7 @@ class View:
         for dim, size in zip(self.dims[1], shape, strict=True):
             unknown = [name for name in dim if name not in known or len(dim) == 1]
             for name in unknown[:1]:
-                others = math.prod(known[other] for other in dim if other != name)
-                known[name] = size // others
+                known[name] = size // math.prod(known[other] for other in dim if other != name)
         return known
 
 

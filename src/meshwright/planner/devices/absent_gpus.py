@@ -1,6 +1,7 @@
 """NVIDIA GPUs that are not on this machine, and to compile programs for them all the same."""
 
 import re
+from contextlib import suppress
 from importlib import metadata, util
 from typing import Any
 
@@ -49,21 +50,17 @@ def absent_gpus(hardware: Hardware) -> list[Any]:
 def cudnn_version() -> tuple[int, int]:
     """Return the installed release of cuDNN, whose attention the compiler calls."""
     for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             major, minor = metadata.version(name).split(".")[:2]
-        except metadata.PackageNotFoundError:
-            continue
-        return int(major), int(minor)
+            return int(major), int(minor)
     return _OLDEST_CUDNN
 
 
 def _installed_compiler() -> str | None:
     for name in COMPILERS:
-        try:
+        with suppress(ModuleNotFoundError):
             if util.find_spec(name) is not None:
                 return name
-        except ModuleNotFoundError:
-            continue
     return None
 
 

@@ -60,9 +60,8 @@ def device_capacity(
         return None
     if all(device.platform == "cpu" for device in devices):
         return _shared(len(devices), host())
-    limits = [_limit(device) for device in devices]
-    known = [limit for limit in limits if limit is not None]
-    return min(known, key=lambda capacity: capacity.bytes) if len(known) == len(limits) else None
+    known = [limit for device in devices if (limit := _limit(device)) is not None]
+    return min(known, key=lambda capacity: capacity.bytes) if len(known) == len(devices) else None
 
 
 def known_hardware(devices: Sequence[Any]) -> Hardware | None:

@@ -55,8 +55,10 @@ from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.program.trace.trained_leaves import Trained
 from meshwright.runtime.activity import activity
-from meshwright.sharding.tensor import TensorChoice
+from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
+
+_TENSOR_SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64)
 
 
 class _Case(NamedTuple):
@@ -109,10 +111,11 @@ class Estimator:
         """The number of repeated blocks, which pipeline stages divide; 0 without such blocks."""
         return self._programs.num_blocks
 
-    @property
+    @cached_property
     def tensor_sizes(self) -> frozenset[int]:
         """The sizes of a tensor axis, up to 64, that divide the dims it would shard."""
-        return self._states.tensor_sizes(self._precision)
+        classes = self._programs.classes(self._precision, "scan")
+        return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
 
     @property
     def keeps_statistics(self) -> bool:
@@ -177,8 +180,7 @@ class Estimator:
 
     def _works(self, case: _Case) -> Works:
         program = self._gradients.of(case.plan, case.variant)
-        sizes = replace(self._sizes(case, program), row_limit={}, _known={})
-        return program.work.on(sizes)
+        return program.work.on(replace(self._sizes(case, program), row_limit={}, _known={}))
 
     def _time(self, case: _Case) -> TimeEstimate:
         plan, hardware = case.plan, case.hardware
@@ -354,6 +356,14 @@ class Estimator:
             loops=program.blocks is None or _depth(plan, program.blocks) > 1,
             reduced_last=_reduces_last(case.plan),
         )
+
+
+def _divides(classes: DimClasses, size: int) -> bool:
+    try:
+        check_tensor_size(classes, choose_tensor_dims(classes, size))
+    except UserError:
+        return False
+    return True
 
 
 def _other_keys(plan: Plan, attention: Sequence[AttentionLayouts]) -> tuple[Use, float]:

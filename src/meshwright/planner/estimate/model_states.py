@@ -11,7 +11,6 @@ from typing import Any
 import optax
 
 from meshwright.config.schema import Precision, ShardingConfig
-from meshwright.errors import UserError
 from meshwright.ledgers.placed_program import (
     PlacedEvent,
     PlacedWeight,
@@ -24,16 +23,13 @@ from meshwright.pipeline.place import place_on_stages
 from meshwright.plan import Plan
 from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
 from meshwright.planner.workload.sizes import LeafShares
-from meshwright.program.dims.classes import DimClasses
 from meshwright.program.kernels.context_attention import AttentionLayouts
 from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.trace.layout import Layout
 from meshwright.sharding.decide import decide, place_leaves
 from meshwright.sharding.placement import Placement
-from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
+from meshwright.sharding.tensor import TensorChoice, choose_tensor_dims
 from meshwright.step.optimizer import FlatOptimizer
-
-_TENSOR_SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64)
 
 
 class ModelStates:
@@ -41,7 +37,6 @@ class ModelStates:
 
     def __init__(self, programs: TracedPrograms, optimizer: optax.GradientTransformation) -> None:
         self._programs, self._optimizer = programs, optimizer
-        self.tensor_sizes = functools.cache(self._find_tensor_sizes)
         classes = programs.classes
         self._tensor = functools.cache(lambda p, b, n: choose_tensor_dims(classes(p, b), n))
         self._reads = functools.cache(lambda *program: read_weights(programs.traced(*program)))
@@ -89,11 +84,6 @@ class ModelStates:
         cut = self._programs.cut(precision) if blocks is None else None
         classes = self._programs.classes(precision, blocks)
         return place_events(classes, self._tensor(precision, blocks, size), cut)
-
-    def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
-        """Return the sizes of a tensor axis, up to 64, that divide the dims it would shard."""
-        classes = self._programs.classes(precision, "scan")
-        return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
 
     def _place(self, plan: Plan) -> PlacedState:
         sizes = _model_sizes(plan)
@@ -148,10 +138,9 @@ class ModelStates:
                 gradients += round(step.leaf.nbytes * gradient)
                 sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
         placed = optimizer.placed([placements[n] for n in trained], sizes)
-        own = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
         return PlacedState(
             parameters=parameters,
-            optimizer=own,
+            optimizer=sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed),
             gradients=gradients,
             sums=sums,
             shares=shares,
@@ -202,14 +191,6 @@ def state_key(plan: Plan) -> tuple[Any, ...]:
     # Recomputation changes activations, but no state.
     sharding = str([(name, value) for name, value in plan.sharding if name != "remat"])
     return sizes, sharding, plan.precision, plan.num_chunks
-
-
-def _divides(classes: DimClasses, size: int) -> bool:
-    try:
-        check_tensor_size(classes, choose_tensor_dims(classes, size))
-    except UserError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ def kind_of_mesh(mesh: Mapping[str, int]) -> str:
 
 def short_plan(plan: Plan) -> str:
     """Return a plan in a few words, without what is usual."""
-    parts = [describe_sizes(plan.mesh), settings_of(plan)]
-    return ", ".join(filter(None, parts))
+    return ", ".join(filter(None, [describe_sizes(plan.mesh), settings_of(plan)]))
 
 
 def settings_of(plan: Plan) -> str:
@@ -96,8 +95,8 @@ def _leanest_words(plan: Plan) -> str:
 def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -> str:
     """Return how much slower a plan is than the best one, and on what it spends the time."""
     ratio, text = other.time.step / best.time.step - 1, _more_time(other, best)
+    name = describe_sizes(best.plan.mesh)
     if ratio < 0.0005:
-        name = describe_sizes(best.plan.mesh)
         if at_least:
             return f"slower than {name} with each microbatch and remat that fits"
         if ratio > -0.0005:
@@ -107,7 +106,6 @@ def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -
     percent = f"{ratio:.0%}" if ratio >= 0.095 else f"{ratio:.1%}"
     own, usual = human_seconds(other.time.step), human_seconds(best.time.step)
     times = f" ({bound}{own} per step, not {usual})" if own != usual else ""
-    name = describe_sizes(best.plan.mesh)
     return f"{bound}{percent} slower than {name}{times}" + (f": {text}" if text else "")
 
 
@@ -136,15 +134,11 @@ def _more_time(slow: Estimate, fast: Estimate) -> str:
     more = {name: own - usual.get(name, 0.0) for name, own in time_parts(slow).items()}
     causes = sorted((item for item in more.items() if item[1] > 0), key=lambda item: -item[1])
     notable = [item for item in causes if item[1] > 0.1 * sum(seconds for _, seconds in causes)]
-    return ", ".join(f"{human_seconds(seconds)} more {_cause(name)}" for name, seconds in notable)
-
-
-def _cause(name: str) -> str:
-    axis = name.removeprefix(_SENT_OVER)
-    return f"of exposed {MESH_AXES[axis].sends}" if axis in MESH_AXES else _CAUSES[name]
+    return ", ".join(f"{human_seconds(seconds)} more {_CAUSES[name]}" for name, seconds in notable)
 
 
 _CAUSES = {
+    **{f"{_SENT_OVER}{axis.name}": f"of exposed {axis.sends}" for axis in MESH_AXES.values()},
     "computing": "computing",
     "overhead of stages": "of what Meshwright's stages add to computing",
     "pipeline bubble": "waiting in the pipeline",

@@ -55,11 +55,9 @@ def list_memory(memory: MemoryEstimate) -> str:
 
 def batch_shapes(assembled: Assembled) -> list[jax.ShapeDtypeStruct]:
     """Return the leaves of a global batch as shapes on the mesh."""
-    size = assembled.plan.batch.global_batch_size
+    size, sharding = assembled.plan.batch.global_batch_size, assembled.step.shardings.batch
     return [
-        jax.ShapeDtypeStruct(
-            (size, *leaf.shape[1:]), leaf.dtype, sharding=assembled.step.shardings.batch
-        )
+        jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
         for leaf in assembled.traced.batch
     ]
 

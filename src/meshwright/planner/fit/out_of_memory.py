@@ -17,7 +17,7 @@ from meshwright.errors import OutOfMemory, UserError
 from meshwright.hardware import Hardware, detect
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.fit.fit_check import least_memory, list_memory
-from meshwright.planner.fit.remedies import Remedy, find_remedies, rank_remedies, unranked
+from meshwright.planner.fit.remedies import find_remedies, rank_remedies, unranked
 from meshwright.program.blocks.block_lists import find_block_lists
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.step.assemble import Assembled
@@ -69,9 +69,7 @@ class MemoryAdvice:
             same_results=self.resumable(),
             shared_memory=assembled.mesh.devices.flat[0].platform == "cpu",
         )
-        ranked: list[Remedy] = []
-        if self._predicts is not None:
-            ranked = rank_remedies(found, assembled.plan, *self._predicts)
+        ranked = rank_remedies(found, assembled.plan, *self._predicts) if self._predicts else []
         found = ranked or unranked(found)
         if not found:
             return ["use devices with more memory, a smaller batch or a smaller model"]

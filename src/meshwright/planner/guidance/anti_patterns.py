@@ -8,7 +8,7 @@ from meshwright.config.batch import microbatches_setting
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE
-from meshwright.mesh.axes import CONTEXT, MODEL_AXES, describe_sizes
+from meshwright.mesh.axes import CONTEXT, MODEL_AXES, describe_sizes, divisors
 from meshwright.plan import TINY_SHARD, Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
@@ -156,14 +156,9 @@ def _few_microbatches(estimate: Estimate) -> str:
 def _more_microbatches(plan: Plan, enough: int) -> str:
     """Say how to get enough microbatches, or as many as the batch can be divided into."""
     batch = plan.batch
-    own, group = batch.global_batch_size // batch.replicas, 1
-    if plan.num_chunks > 1:
-        group = plan.size("pipe")
-    more = [
-        count
-        for count in range(plan.num_microbatches + 1, own + 1)
-        if own % count == 0 and count % group == 0
-    ]
+    own = batch.global_batch_size // batch.replicas
+    group = plan.size("pipe") if plan.num_chunks > 1 else 1
+    more = [n for n in divisors(own) if n > plan.num_microbatches and n % group == 0]
     if not more:
         whole = batch.micro_batch_size * batch.replicas * enough
         return f"{Setting('training.global_batch_size', whole)} has enough samples for {enough}"

@@ -46,13 +46,12 @@ def alone(estimator: Estimator, task: PlanTask) -> Estimate:
 
 def explain_decision(estimator: Estimator, result: SearchResult) -> list[str]:
     """Return the reasons for the recommended plan, one sentence or two each."""
-    best = result.best
     copy = alone(estimator, result.task)
     return [
         whole_copy(estimator, copy, result.task),
         *_axes(estimator, result, fits=copy.fits(result.task.memory_share)),
         *_settings(result),
-        *_tie(result, best),
+        *_tie(result),
     ]
 
 
@@ -207,8 +206,8 @@ def _settings(result: SearchResult) -> Iterator[str]:
         )
 
 
-def _tie(result: SearchResult, best: Estimate) -> Iterator[str]:
-    fastest = min(result.plans, key=lambda estimate: estimate.time.step)
+def _tie(result: SearchResult) -> Iterator[str]:
+    best, fastest = result.best, min(result.plans, key=lambda estimate: estimate.time.step)
     gain = 1 - fastest.time.step / best.time.step
     if fastest is not best and gain > 0.0005:
         yield (

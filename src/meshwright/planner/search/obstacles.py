@@ -179,8 +179,7 @@ def check_fixed_mesh(task: PlanTask) -> None:
     """Refuse sizes of axes that the devices cannot have."""
     fixed, count = task.fixed.mesh, task.hardware.count
     every = task.fixed.sync_gradients_every or 1
-    stages = fixed.get(PIPE, 1)
-    check_context(fixed.get(CONTEXT, 1), stages=stages, sync_gradients_every=every)
+    check_context(fixed.get(CONTEXT, 1), stages=fixed.get(PIPE, 1), sync_gradients_every=every)
     known = math.prod(fixed.values())
     whole = {*fixed, CONTEXT} == set(AXES)
     if count % known == 0 and (not whole or known == count):

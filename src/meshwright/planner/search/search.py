@@ -195,8 +195,7 @@ class _Search:
         """
         first = first_variants(self.task, sizes, self.estimator.num_blocks)[0]
         start = self._with_few_reductions(sizes, first)
-        choices = micro_batch_sizes(self.task, sizes, start)
-        best = self._fastest(sizes, start, choices, bound=True)
+        best = self._fastest(sizes, start, micro_batch_sizes(self.task, sizes, start), bound=True)
         micro = best.plan.batch.micro_batch_size
         estimates = [
             self._estimate(sizes, variant, micro, bound=True)
@@ -248,10 +247,9 @@ class _Search:
         return replace(variant, sync_once=True) if may and not mixes else variant
 
     def _other_schedules(self, sizes: Sizes, variant: Variant) -> list[Variant]:
-        choices = schedule_choices(self.task, sizes, self.estimator.num_blocks)
         return [
             replace(variant, schedule=name, num_chunks=chunks)
-            for name, chunks in choices
+            for name, chunks in schedule_choices(self.task, sizes, self.estimator.num_blocks)
             if name != variant.schedule
         ]
 
@@ -321,12 +319,13 @@ def complexity(estimate: Estimate) -> tuple[int, ...]:
     Then how many nodes hold a copy of the model: beyond them, copies need only exchange gradients.
     """
     plan = estimate.plan
+    shards = math.prod(plan.size(axis) for axis in MODEL_AXES)
     return (
         plan.size("pipe") > 1,
         plan.size("tensor") > 1,
         plan.size("context") > 1,
         plan.size("fsdp") > 1,
-        nodes_of_copy(estimate),
+        math.ceil(shards / estimate.hardware.devices_per_node),
         len(plan.mesh),
         plan.sharding.remat != "none",
         plan.size("pipe"),
@@ -334,12 +333,6 @@ def complexity(estimate: Estimate) -> tuple[int, ...]:
         plan.size("fsdp"),
         plan.batch.gradient_accumulation_steps,
     )
-
-
-def nodes_of_copy(estimate: Estimate) -> int:
-    """Return over how many nodes a copy of the model is sharded."""
-    shards = math.prod(estimate.plan.size(axis) for axis in MODEL_AXES)
-    return math.ceil(shards / estimate.hardware.devices_per_node)
 
 
 def _slower(estimate: Estimate, task: PlanTask, best: Estimate, *, at_least: bool) -> Rejection:

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.hardware import Hardware
-from meshwright.mesh.axes import AXES, describe_sizes
+from meshwright.mesh.axes import AXES, describe_sizes, divisors
 from meshwright.planner.estimate.estimate import Estimate, tied_with
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import FixedSettings, PlanTask, all_sizes
@@ -72,11 +72,7 @@ def device_counts(total: int, per_node: int) -> list[int]:
 
     All are parts of a node or whole nodes, and divide the total.
     """
-    possible = [
-        count
-        for count in range(1, total + 1)
-        if total % count == 0 and (count % per_node == 0 or per_node % count == 0)
-    ]
+    possible = [n for n in divisors(total) if n % per_node == 0 or per_node % n == 0]
     for factor in (2, 4, 8, 16):
         chosen = [total]
         for count in reversed(possible):
@@ -266,8 +262,7 @@ def _larger(task: PlanTask, figure: str, shown: Callable[[float], str]) -> Chang
 
 
 def _batch(task: PlanTask) -> Changes:
-    sizes = [factor * task.global_batch_size for factor in (2, 4)]
     return [
         (f"a global batch of {size} samples", replace(task, global_batch_size=size))
-        for size in sizes
+        for size in (2 * task.global_batch_size, 4 * task.global_batch_size)
     ]

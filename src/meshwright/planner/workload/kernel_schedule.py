@@ -180,8 +180,7 @@ class _Scheduler:
         for time, kernel in enumerate(kernels):
             for array in (*kernel.writes, *(array for array, _ in kernel.reads)):
                 last[id(array)], arrays[id(array)] = time, array
-        own = [id(array) for kernel in kernels for array in kernel.writes]
-        for key in dict.fromkeys(own):
+        for key in dict.fromkeys(id(array) for kernel in kernels for array in kernel.writes):
             if self._in_loop or key not in self._outputs:
                 kernels[last[key]].freed.append(arrays[key])
         for kernel in kernels:

@@ -44,13 +44,12 @@ class SlotCounts:
 
 def find_blocks(kernels: Sequence[Kernel]) -> BlockParts | None:
     """Return the loop over blocks with the most to save; None without one."""
-    loops = [k for k in kernels if k.operation.name == "scan" and not k.operation.backward]
-    loops = [k for k in loops if k.times > 1 and k.operation.bodies]
+    scans = [k for k in kernels if k.operation.name == "scan"]
+    loops = [k for k in scans if not k.operation.backward and k.times > 1 and k.operation.bodies]
     if not loops:
         return None
     forward = max(loops, key=lambda k: sum(a.nbytes for a in k.writes))
-    back = [k for k in kernels if k.operation.name == "scan" and k.operation.backward]
-    back = [k for k in back if k.times == forward.times]
+    back = [k for k in scans if k.operation.backward and k.times == forward.times]
     backward = max(back, key=lambda k: sum(a.nbytes for a, _ in k.reads), default=forward)
     operation = forward.operation
     consts, carries = scan_counts(operation.eqn)
