@@ -13,7 +13,7 @@ from meshwright.config.base import shorten, suggest_value
 from meshwright.config.builders import parameters_of
 from meshwright.config.schema import Config, KernelChoice, Precision
 from meshwright.errors import Setting, UserError
-from meshwright.mesh.axes import parse_mesh
+from meshwright.mesh.axes import canonical_sizes, parse_mesh
 from meshwright.program.trace.trained_leaves import Adapted
 
 
@@ -38,7 +38,7 @@ def mesh_sizes(mesh: object) -> Mapping[str, int]:
             f"the mesh is {shorten(mesh)}, of type {type(mesh).__name__}",
             fix='write mesh="fsdp=4,tensor=2", a dict of axis sizes, or a Plan',
         )
-    return mesh
+    return canonical_sizes(mesh)
 
 
 def check_loss(loss: object, name: str = "loss") -> None:
