@@ -67,6 +67,20 @@ def test_the_newest_and_the_best_are_kept(folder):
     np.testing.assert_array_equal(restored["params"]["up.kernel"], np.full((2, 3), 3))
 
 
+def test_large_arrays_are_in_several_files_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "FILE_BYTES", 1 << 14)
+    large = {"params": {"up": np.arange(1 << 16, dtype=np.float32).reshape(256, 256)}}
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(large, CheckpointMetadata(step=1, seed=1, global_batch_size=8))
+    assert store.close().error is None
+    sizes = [f.stat().st_size for f in tmp_path.rglob("d/*") if f.stat().st_size > 1 << 13]
+    assert len(sizes) > 4
+    # These numbers could be compressed to a part of that.
+    assert sum(sizes) >= large["params"]["up"].nbytes
+    found = CheckpointReader(tmp_path / "checkpoints").restore(1, large)
+    np.testing.assert_array_equal(found["params"]["up"], large["params"]["up"])
+
+
 def test_arrays_are_not_copied_to_page_locked_memory_on_gpus(tmp_path, monkeypatch):
     copied, copy = [], replica_slices.transfer_arrays_to_host
 

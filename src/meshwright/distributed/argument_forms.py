@@ -27,10 +27,10 @@ def resolve_axes(axis_name: AxisName) -> tuple[str, ...]:
     the default inside ``shard_map`` or ``vmap``, where ignoring it would let devices diverge.
     """
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    surrounding = surrounding_axes()
-    unbound = [name for name in names if name not in surrounding]
+    unbound = [name for name in names if not _is_bound(name)]
     if not unbound:
         return names
+    surrounding = surrounding_axes()
     if not surrounding and names == (DEFAULT_AXIS,):
         return ()
     raise UserError(
@@ -66,6 +66,14 @@ def varying_axes(value: Any) -> frozenset[str]:
 def tracks_varying(axis: str) -> bool:
     """Whether types track what varies over this axis, as in shard_map with ``check_vma``."""
     return axis in varying_axes(jax.lax.axis_index(axis))
+
+
+def _is_bound(name: str) -> bool:
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 P = ParamSpec("P")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from meshwright.compiled.collectives import Collective
 from meshwright.mesh.axes import BATCH_AXES, CONTEXT
+from meshwright.program.jaxpr.equations import PRODUCTS
 from meshwright.program.weight_reads import WeightRead
 
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # A bias has one gradient for each addition, and an embedding one for each lookup.
-_ONCE = _PRODUCTS | {"add", "add_any", "gather"}
+_ONCE = PRODUCTS | {"add", "add_any", "gather"}
 _MOVES = frozenset({"all-to-all", "ragged-all-to-all", "collective-permute"})
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshwright.program.dims.op import free_dims
-from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Var, aval_of
+from meshwright.program.jaxpr.equations import PRODUCTS, ClosedJaxpr, Equation, Var, aval_of
 from meshwright.program.jaxpr.walks import all_equations, called_programs
 from meshwright.program.trace.traced_loss import TracedLoss
 
 MARGIN = 2.0
 """The tolerance as a multiple of the typical error."""
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 _EXACT = frozenset(
     {
@@ -88,7 +87,7 @@ def rounding_tolerance(
     operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
     variance, longest = 0.0, 1
     for eqn, times in all_equations(closed.jaxpr):
-        if eqn.primitive.name in _PRODUCTS:
+        if eqn.primitive.name in PRODUCTS:
             unit = max(_unit_roundoff(aval_of(eqn.outvars[0]).dtype), operands)
             variance += _PASSES * times * unit**2
         elif casts and (unit := _cast_unit(eqn)):
@@ -105,7 +104,7 @@ def _largest_unit(closed: ClosedJaxpr, *, matmul: str = "default", platform: str
     products = [
         _unit_roundoff(aval_of(eqn.outvars[0]).dtype)
         for eqn, _ in all_equations(closed.jaxpr)
-        if eqn.primitive.name in _PRODUCTS
+        if eqn.primitive.name in PRODUCTS
     ]
     return max(_FLOAT32, operands, *products)
 

@@ -90,7 +90,8 @@ def _plan(report: PlanReport, estimate: Estimate) -> Row:
 
 def scaling_rows(report: PlanReport) -> list[Row]:
     """Return the best plans for fewer devices, and for all."""
-    return [_point(point, unit_of_speed(report)) for point in report.points]
+    unit = unit_of_speed(report)
+    return [_point(point, unit) for point in report.points]
 
 
 def _point(point: ScalingPoint, unit: str) -> Row:

@@ -219,7 +219,8 @@ class _Unrolling:
             for a in self._program.outputs
         ]
         flat = [array for arrays in outputs for array in arrays]
-        return Operations(self._program.traced, self._inputs, self._operations, [*flat]), outputs
+        made = Operations(self._program.traced, self._inputs, self._operations, [*flat])
+        return made, outputs
 
     def _keeps_rows(self, operation: Operation) -> bool:
         """Whether an operation only passes on rows that loops have written."""
@@ -305,11 +306,17 @@ class _Unrolling:
             made = replace(operation, reads=reads, writes=writes, backward=scan.backward)
             self._operations.append(made)
             values.update({id(old): new for old, new in zip(operation.writes, writes, strict=True)})
-        # Results that are literals stand for arrays as large as the first of the others.
-        like = next((array for array in body.outputs if array is not None), scan.writes[0])
         return [
-            _copy(like) if array is None else values.get(id(array), array) for array in body.outputs
+            _copy(like) if array is None else values.get(id(array), array)
+            for array, like in zip(body.outputs, _results_like(scan, body), strict=True)
         ]
+
+
+def _results_like(scan: Operation, body: Operations) -> list[Array]:
+    """Return an array of the size of each result of an iteration, for results that are literals."""
+    known = [array for array in body.outputs if array is not None]
+    fallback = known[0] if known else scan.writes[0]
+    return [fallback if array is None else array for array in body.outputs]
 
 
 def _copy(array: Array) -> Array:

@@ -31,6 +31,9 @@ REARRANGES = frozenset(
 )
 """Primitives that only move, repeat or drop elements of their operand."""
 
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+"""Primitives that multiply matrices or windows."""
+
 WITHOUT_RESULT = frozenset({"check", "debug_callback", "debug_print", "inspect_sharding"})
 """Primitives without results, which only report or check their operands."""
 

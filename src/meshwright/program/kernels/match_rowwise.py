@@ -13,14 +13,13 @@ import jax.numpy as jnp
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import variables_read
-from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
+from meshwright.program.jaxpr.equations import PRODUCTS, Atom, Equation, Literal, Var, aval_of
 from meshwright.program.kernels.regions import Graph, NotReplaced
 
 ROOTS = ("rsqrt", "sqrt")
 TRANSCENDENTAL = ("tanh", "erf", "erfc", "logistic", "exp", "log1p", "expm1")
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze")
 _PIECES = ("slice", "split", "transpose", "reduce_sum")
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def _is_from_layer(graph: Graph, program: ProgramDims, variable: Var) -> bool:
         if eqn is None:
             continue
         read = [a for a in eqn.invars if not isinstance(a, Literal)]
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             values = [program.values[v] for v in read]
             if any(value.params and not value.has_data for value in values):
                 return True

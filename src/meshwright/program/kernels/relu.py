@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from meshwright.program.evaluate.dependencies import variables
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import (
+    PRODUCTS,
     Equation,
     Value,
     called_jaxpr,
@@ -22,8 +24,6 @@ from meshwright.program.jaxpr.fingerprint import fingerprint
 from meshwright.program.jaxpr.walks import all_equations
 from meshwright.program.kernels.regions import Graph, Region
 from meshwright.program.kernels.surroundings import Scope
-
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @jax.custom_vjp
@@ -60,9 +60,10 @@ def relus(scope: Scope) -> Iterator[Equation]:
     for eqn in graph.live if scope.outer is None else ():
         if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) != 1:
             continue
-        inside = [e.primitive.name for e, _ in all_equations(called_jaxpr(eqn).jaxpr)]
-        stored = any(e.primitive.name in _PRODUCTS for e in graph.read_by(eqn.outvars[0]))
-        if stored and "max" in inside and fingerprint(pushforward_of(eqn)) == _pushforward(eqn):
+        stored = any(e.primitive.name in PRODUCTS for e in graph.read_by(eqn.outvars[0]))
+        inside = {e.primitive.name for e, _ in all_equations(called_jaxpr(eqn).jaxpr)}
+        known = stored and "max" in inside and _pushforward(*structs_of(eqn.invars))
+        if known and fingerprint(pushforward_of(eqn)) == known:
             yield eqn
 
 
@@ -71,8 +72,8 @@ def match_relu(graph: Graph, eqn: Equation) -> Region:
     return graph.region((eqn,), tuple(variables(eqn.invars)), tuple(eqn.outvars), ReluKernel())
 
 
-def _pushforward(eqn: Equation) -> str:
-    (struct,) = structs_of(eqn.invars)
-    return fingerprint(
-        jax.make_jaxpr(lambda x, t: [*jax.jvp(jax.nn.relu, (x,), (t,))])(struct, struct)
-    )
+@cache
+def _pushforward(struct: jax.ShapeDtypeStruct) -> str:
+    """Return the fingerprint of what `jax.nn.relu` does to values and their tangents."""
+    both = jax.make_jaxpr(lambda x, t: [*jax.jvp(jax.nn.relu, (x,), (t,))])
+    return fingerprint(both(struct, struct))

@@ -12,9 +12,8 @@ from meshwright.program.dims.classes import DimClasses
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.dims.walk import ProgramDims
 from meshwright.program.evaluate.dependencies import variables
-from meshwright.program.jaxpr.equations import REMATS, Atom, Literal, Var, aval_of
+from meshwright.program.jaxpr.equations import PRODUCTS, REMATS, Atom, Literal, Var, aval_of
 from meshwright.program.on_mesh.grouped_convolutions import is_grouped
-from meshwright.program.on_mesh.products import PRODUCTS
 
 _LARGER = 2
 """How many times as large as weights what is computed from them is, at least."""

@@ -24,6 +24,7 @@ from meshwright.program.evaluate.repeated_vector import repeats_on
 from meshwright.program.evaluate.weight_uses import HALF, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES
 from meshwright.program.jaxpr.equations import (
+    PRODUCTS,
     REARRANGES,
     Equation,
     Literal,
@@ -38,7 +39,7 @@ from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.kernels.passed_states import PassedStates
 from meshwright.program.on_mesh.grouped_convolutions import grouped_layout, is_grouped
 from meshwright.program.on_mesh.lookup_sums import LookupSums, lookup_rows
-from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
+from meshwright.program.on_mesh.products import use_weight, use_weight_by_rows
 
 EXCHANGED = "exchanged"
 """The name by which remat policies recognize what devices exchanged for attention."""

@@ -16,11 +16,9 @@ from jax import lax
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.weight_uses import HALF
-from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
+from meshwright.program.jaxpr.equations import PRODUCTS, Equation, Value, aval_of, bind
 from meshwright.program.on_mesh.cells import in_cells
 from meshwright.program.on_mesh.lookup_sums import LookupSums
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def use_weight_by_rows(eqn: Equation, args: list[Any], weight: int, **options: Any) -> list[Any]:
